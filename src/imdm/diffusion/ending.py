@@ -80,20 +80,20 @@ class Ending:
         pads, both = self._edges(padding, end)
         return torch.where(v < pads, self.pad, torch.where(v < both, self.end, tokens))
 
-    def slice_of(self, log_probs: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
-        """The interval of v for which distributions (R, V) give what `said` (R,) is: end, padding or any other
-        token."""
+    def slice_of(self, log_probs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The interval of v for which distributions (R, V) give a token of the kind of `tokens` (R,): end, padding
+        or any other."""
         pads, both = self._edges(log_probs[:, self.pad].exp(), log_probs[:, self.end].exp())
-        is_end, is_pad = said == self.end, (said == self.pad) & (self.pad != self.end)
+        is_end, is_pad = tokens == self.end, (tokens == self.pad) & (self.pad != self.end)
         first = torch.where(is_pad, 0.0, torch.where(is_end, pads, both))
         return first, torch.where(is_pad, pads, torch.where(is_end, both, 1.0))
 
-    def text_within(self, log_probs: Tensor, said: Tensor) -> Tensor:
-        """log p (R,) of the tokens `said` (R,) under distributions (R, V), given that they are neither end nor padding;
+    def text_within(self, log_probs: Tensor, tokens: Tensor) -> Tensor:
+        """log p (R,) of `tokens` (R,) under distributions (R, V), given that they are neither end nor padding;
         0 where they are."""
         never = self.among(log_probs.shape[-1], log_probs.device)
-        others = torch.log_softmax(log_probs.masked_fill(never, -torch.inf), -1).gather(-1, said[:, None])[:, 0]
-        return torch.where(never[said], 0.0, others)
+        others = torch.log_softmax(log_probs.masked_fill(never, -torch.inf), -1).gather(-1, tokens[:, None])[:, 0]
+        return torch.where(never[tokens], 0.0, others)
 
     def _edges(self, padding: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
         """The v below which a position is padding, and that below which it is padding or the end. If both are one id,

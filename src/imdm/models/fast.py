@@ -130,8 +130,8 @@ class Replay:
                     self.failed.add(shape)
                     return None
             there = self.recorded[shape]
-            for mine, given in zip(there.state.tensors(), state.tensors(), strict=True):
-                mine.copy_(given)
+            for mine, new in zip(there.state.tensors(), state.tensors(), strict=True):
+                mine.copy_(new)
             there.graph.replay()
             return read(there.hidden)
 

@@ -332,6 +332,6 @@ class Block(nn.Module):
             kept = kept + self.dropout(self.attention(self.norm1(x), rope, rows, queries, options), first, rows)
             return kept + self.dropout(self.mlp(self.norm2(kept)), second, rows)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=-1)  # (D,) each
-        asked = self.attention(self.norm1(x) * (1 + scale1) + shift1, rope, rows, queries, options)
-        kept = kept + gate1 * self.dropout(asked, first, rows)
+        attended = self.attention(self.norm1(x) * (1 + scale1) + shift1, rope, rows, queries, options)
+        kept = kept + gate1 * self.dropout(attended, first, rows)
         return kept + gate2 * self.dropout(self.mlp(self.norm2(kept) * (1 + scale2) + shift2), second, rows)

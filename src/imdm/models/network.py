@@ -396,8 +396,8 @@ class Network(nn.Module):
         input_ids = as_ids(input_ids).to(self.device)
         if input_ids.ndim != 2 or input_ids.numel() == 0:
             hint = "; one prompt is [ids]" if input_ids.ndim == 1 else ""
-            given = tuple(input_ids.shape)
-            raise UserError(f"input_ids: expected a canvas (sequences, length), got shape {given}{hint}")
+            dims = tuple(input_ids.shape)
+            raise UserError(f"input_ids: expected a canvas (sequences, length), got shape {dims}{hint}")
         if length is not None and input_ids.shape[1] > length:
             raise UserError(f"input_ids: the prompt has {input_ids.shape[1]} tokens, more than length = {length}")
         if input_ids.shape[1] > self.config.length:

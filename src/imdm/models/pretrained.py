@@ -61,7 +61,7 @@ class Given(nn.Module):
         """OPT calls its trunk as `model.decoder`."""
         return self
 
-    def forward(self, *asked: Any, **how: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _Output(self.rows)
 
 

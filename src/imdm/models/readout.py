@@ -215,11 +215,11 @@ def match_rows(
                 return torch.stack(fast.matched(*tensors, targets, student.never, gradient, clip), 1)
 
     def chunk(ours: Tensor, others: Tensor, part: slice) -> Tensor:
-        said = auxiliary._replace(rows=others).log_probs()
+        log_psi = auxiliary._replace(rows=others).log_probs()
         with torch.no_grad():
-            wanted = teacher.log_probs(part)
-        pushed = matched(gradient, student._replace(rows=ours).log_probs(), wanted, said, clip)
-        return torch.stack((pushed, -Chosen(targets)(said, part)), 1)
+            log_teacher = teacher.log_probs(part)
+        pushed = matched(gradient, student._replace(rows=ours).log_probs(), log_teacher, log_psi, clip)
+        return torch.stack((pushed, -Chosen(targets)(log_psi, part)), 1)
 
     size = max(1, AT_ONCE // student.layer.out_features // 3)
     return _in_parts(chunk, (student.rows, auxiliary.rows), size)

@@ -118,10 +118,10 @@ class Di4C(Rounds):
         copy = fold(keys[:, None], Purpose.COPY, torch.arange(M, device=keys.device)).flatten()  # (B·M,)
         state = process.noised(tokens.repeat_interleave(M, 0), t.repeat_interleave(M), copy).dropping(copy)
         ahead = look_ahead(companion.model, companion.student, state, copy, M, self.teacher_steps)
-        said = torch.cat((x[:, None], ahead.written.unflatten(0, (-1, M))), 1)  # (B, 1 + M, L): x, and each copy's x̂
+        texts = torch.cat((x[:, None], ahead.written.unflatten(0, (-1, M))), 1)  # (B, 1 + M, L): x, and each copy's x̂
 
         row, position = (tokens == process.mask_id).nonzero(as_tuple=True)  # (R,): every masked position
-        compare = _Compare(companion, ahead, row, position, said, M)
+        compare = _Compare(companion, ahead, row, position, texts, M)
         rows = Rows(compare.copies(M).flatten(), position.repeat_interleave(M))
         terms = model(state, rows=rows, reduce=compare, group=M)  # (R, M·(1 + M) + 3)
 
@@ -129,8 +129,8 @@ class Di4C(Rounds):
             """Over the masked positions of each sequence: (R, …) → (B, …)."""
             return values.new_zeros(len(x), *values.shape[1:]).index_add(0, row, values)
 
-        log_p = terms[:, :-3].unflatten(1, (M, M + 1))  # (R, λ, said)
-        likelihood = mixture_log(summed(log_p))  # (B, said): log mean_λ ∏_ℓ p(said^ℓ | λ)
+        log_p = terms[:, :-3].unflatten(1, (M, M + 1))  # (R, λ, text)
+        likelihood = mixture_log(summed(log_p))  # (B, text): log mean_λ ∏_ℓ p(text^ℓ | λ)
         correlation = summed(mixture_log(log_p)) - likelihood
         distilled, to_teacher, to_ahead = summed(terms[:, -3:]).unbind(1)  # (B,) each
         weight = self.data_weight * torch.sigmoid(20 * (t - 0.5))
@@ -200,13 +200,13 @@ def _still(model: MaskedDiffusionLM) -> Iterator[None]:
 @dataclass(frozen=True)
 class _Compare:
     """The terms of the loss from the student's rows, chunk by chunk. row, position (R,): the masked positions of the
-    batch, each with `latents` rows; said (B, 1 + M, L): the data and each x̂."""
+    batch, each with `latents` rows; texts (B, 1 + M, L): the data and each x̂."""
 
     companion: Teacher
     ahead: Ahead
     row: Tensor
     position: Tensor
-    said: Tensor
+    texts: Tensor
     latents: int
 
     def copies(self, each: int) -> Tensor:
@@ -214,7 +214,7 @@ class _Compare:
         return self.row[:, None] * each + torch.arange(each, device=self.row.device)
 
     def __call__(self, rows: Tensor, part: slice) -> Tensor:
-        """Rows (G·M, V) of G masked positions → (G, M·(1 + M) + 3): log p(said | λ), then mean_λ KL(teacher ‖ p_λ),
+        """Rows (G·M, V) of G masked positions → (G, M·(1 + M) + 3): log p(token | λ), then mean_λ KL(teacher ‖ p_λ),
         KL(teacher ‖ p) and KL(student after the teacher's step ‖ p), p the mean over λ."""
         M = self.latents
         some = slice(part.start // M, part.start // M + len(rows) // M)
@@ -222,14 +222,14 @@ class _Compare:
         mixed = mixture_log(log_p)  # (G, V)
         with torch.no_grad():
             teacher, later = self._teacher(some), self._later(some)
-            said = self.said[self.row[some], :, self.position[some]]  # (G, 1 + M)
-        chosen = log_p.gather(-1, said[:, None].expand(-1, M, -1)).flatten(1)
+            tokens = self.texts[self.row[some], :, self.position[some]]  # (G, 1 + M)
+        chosen = log_p.gather(-1, tokens[:, None].expand(-1, M, -1)).flatten(1)
         each = kl(teacher[:, None], log_p).mean(1)
         return torch.cat((chosen, torch.stack((each, kl(teacher, mixed), kl(later, mixed)), 1)), 1)
 
     def _teacher(self, some: slice) -> Tensor:
         """The teacher's marginals at z_t: (G, V)."""
-        each = len(self.ahead.teacher) // len(self.said)
+        each = len(self.ahead.teacher) // len(self.texts)
         hidden = self.ahead.teacher[self.copies(each)[some], self.position[some, None]]  # (G, each, D)
         return mixture_log(self.companion.model.head(hidden.flatten(0, 1)).unflatten(0, (-1, each)))
 

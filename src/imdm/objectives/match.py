@@ -232,10 +232,10 @@ class Match(Objective):
         return MatchState(self._teacher(model, start), model)
 
     def networks(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Mapping[str, Trained]:
-        given = self.auxiliary.model_dump()
-        del given["updates"], given["ahead"]
+        options = self.auxiliary.model_dump()
+        del options["updates"], options["ahead"]
         made = Auxiliary.of(self._teacher(model, start), model.process.lengths)
-        return {AUXILIARY: Trained(made, weight_decay=0.0, **given)}
+        return {AUXILIARY: Trained(made, weight_decay=0.0, **options)}
 
     def _teacher(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None) -> MaskedDiffusionLM:
         """The start, or the student before training; refused if it cannot read the student's samples."""
@@ -386,14 +386,14 @@ class Match(Objective):
         with torch.set_grad_enabled(pushes and torch.is_grad_enabled()):
             terms = model(plan.state(text, process), rows=plan.rows, reduce=write)
         rows = write.rows  # of these fewer count than was planned where x̃ ends, as padding follows
-        said = rows.counting(terms[:, 1] if pushes else terms)
+        nll = rows.counting(terms[:, 1] if pushes else terms)
 
         # 3. What evaluations watch, and the student's new texts, which later steps start from.
-        companion.count(said.detach(), rows, plan.origin == PRIOR)
+        companion.count(nll.detach(), rows, plan.origin == PRIOR)
         if step.update == self.auxiliary.updates - 1:
             companion.remember(write.written.tokens, plan.kept)
         if not pushes:
-            return said.sum() / x.numel()
+            return nll.sum() / x.numel()
 
         # 4. The student's term counts where it drew the token itself; weight is n/k of `evenly_masked` (`soft`).
         pushed = rows.counting(terms[:, 0])
@@ -401,7 +401,7 @@ class Match(Objective):
             pushed = torch.where(rows.of(write.written.own), pushed, 0.0)
         if plan.weight is not None:
             pushed = pushed * plan.weight[rows.sequence]
-        return {STUDENT: pushed.sum() / x.numel(), AUXILIARY: said.sum() / x.numel()}
+        return {STUDENT: pushed.sum() / x.numel(), AUXILIARY: nll.sum() / x.numel()}
 
     def fixed(self, companion: MatchState) -> int:
         return companion.phase
@@ -491,7 +491,7 @@ class Match(Objective):
     def _at_one_step(
         self, model: MaskedDiffusionLM, companion: MatchState, auxiliary: nn.Module, keys: Tensor, length: int
     ) -> dict[str, float]:
-        teacher_said, said, open_ = [], [], []
+        teacher_nll, auxiliary_nll, open_ = [], [], []
         for some in keys.split(64):
             origin, t = torch.full_like(some, PRIOR), torch.ones(len(some), device=some.device)
             share = self.shares(model.process, t, uniform(some, Purpose.TIME, 1), uniform(some, Purpose.TIME, 2))
@@ -506,9 +506,9 @@ class Match(Objective):
             shown = plan.shown(written, companion.model.process)
             rows, chosen = plan.left_rows, Chosen(plan.left_rows.of(written))
             there = rows.of(shown.masked)  # all of them, unless padding is certain
-            teacher_said.append(-companion.model(shown, rows=rows, reduce=chosen)[there])
-            said.append(-auxiliary(shown, rows=rows, reduce=chosen, generated=plan.generated)[there])
-        ours, theirs = float(torch.cat(said).double().mean()), float(torch.cat(teacher_said).double().mean())
+            teacher_nll.append(-companion.model(shown, rows=rows, reduce=chosen)[there])
+            auxiliary_nll.append(-auxiliary(shown, rows=rows, reduce=chosen, generated=plan.generated)[there])
+        ours, theirs = float(torch.cat(auxiliary_nll).double().mean()), float(torch.cat(teacher_nll).double().mean())
         trained = companion.counted()
         gap = {} if trained is None else {"auxiliary_gap": ours - trained}
         return {"kl_bound": theirs - ours, **gap, "given_noise": float(torch.cat(open_).double().mean())}

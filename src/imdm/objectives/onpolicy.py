@@ -87,12 +87,12 @@ class Planned:
             state = self.state(text, process)
             ends = process.ends(state, rows, self.keys, 0)
             drawn = draw_tokens(student, hidden.detach(), u, ends=ends).tokens
-            said = state.tokens.index_put((rows.sequence, rows.position), drawn)
-            said = torch.where(state.masked, said, state.tokens)
+            tokens = state.tokens.index_put((rows.sequence, rows.position), drawn)
+            tokens = torch.where(state.masked, tokens, state.tokens)
             if process.ending is None:
-                return Written(said, None)
-            closed = process.closed(said, state.masked)
-            return Written(closed, state.masked & (closed == said))
+                return Written(tokens, None)
+            closed = process.closed(tokens, state.masked)
+            return Written(closed, state.masked & (closed == tokens))
 
     def shown(self, written: Tensor, process: Process) -> Noised:
         """z̃, the input of teacher and auxiliary."""
@@ -182,16 +182,16 @@ class Write(NeedsAllRows):
         self.written = plan.written(self.companion.student, head.rows, self.text)
         shown = plan.shown(self.written.tokens, teacher.process)
         rows = self.rows = plan.open_rows(shown, teacher.process)
-        said = rows.of(self.written.tokens)
+        targets = rows.of(self.written.tokens)
         if self.how is None:
             with torch.enable_grad():
-                return -self.auxiliary(shown, rows=rows, reduce=Chosen(said), generated=plan.generated)
+                return -self.auxiliary(shown, rows=rows, reduce=Chosen(targets), generated=plan.generated)
         ours = head._replace(rows=head.rows[plan.left])
         with torch.no_grad():
-            wanted = teacher.head_of(teacher.trunk_at(shown, rows))
+            theirs = teacher.head_of(teacher.trunk_at(shown, rows))
         process = self.companion.student.process
-        ours, wanted = (without_end_before_text(each, shown, rows, process) for each in (ours, wanted))
-        compare = Compare(ours, wanted, said, self.how)
+        ours, theirs = (without_end_before_text(each, shown, rows, process) for each in (ours, theirs))
+        compare = Compare(ours, theirs, targets, self.how)
         return self.auxiliary(shown, rows=rows, reduce=compare, generated=plan.generated)
 
 
@@ -207,13 +207,15 @@ def without_end_before_text(head: Head, shown: Noised, rows: Rows, process: Proc
 
 @dataclass(frozen=True)
 class Compare(NeedsAllRows):
+    """Both terms of each row of z̃, (R̃, 2), from the student's, the teacher's and the auxiliary's heads over it."""
+
     student: Head
     teacher: Any
-    said: Tensor
+    targets: Tensor
     how: Push
 
     def read(self, head: Head) -> Tensor:
-        return match_rows(self.how.gradient, self.student, self.teacher, head, self.said, self.how.clip)
+        return match_rows(self.how.gradient, self.student, self.teacher, head, self.targets, self.how.clip)
 
 
 class Auxiliary(Network):
@@ -260,9 +262,9 @@ def agreed(value: float, device: torch.device) -> float:
     """The first process' value: all processes must decide alike, and sums on a GPU differ in their last digits."""
     if not _together():
         return value
-    told = torch.tensor(value, dtype=torch.float64, device=device)
-    torch.distributed.broadcast(told, 0)
-    return float(told)
+    first_value = torch.tensor(value, dtype=torch.float64, device=device)
+    torch.distributed.broadcast(first_value, 0)
+    return float(first_value)
 
 
 class MatchState:
@@ -302,10 +304,10 @@ class MatchState:
         torch.distributed.all_reduce(everyones)
         held.copy_(torch.where(everyones > 0, everyones - 1, held))
 
-    def count(self, said: Tensor, rows: Rows, chosen: Tensor) -> None:
+    def count(self, nll: Tensor, rows: Rows, chosen: Tensor) -> None:
         """Accumulate the auxiliary's training cross-entropy (R̃,) over the chosen sequences (b,)."""
         mine = chosen[rows.sequence] if rows.counted is None else chosen[rows.sequence] & rows.counted
-        self.seen += torch.stack((torch.where(mine, said.double(), 0.0).sum(), mine.double().sum()))
+        self.seen += torch.stack((torch.where(mine, nll.double(), 0.0).sum(), mine.double().sum()))
 
     def counted(self) -> float | None:
         """Its mean since the last call."""

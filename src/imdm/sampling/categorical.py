@@ -89,17 +89,17 @@ def draw_tokens(
     log_probs = torch.empty(len(rows), device=rows.device)
     for first in range(0, len(rows), size):
         part = slice(first, first + size)
-        given = denoiser.head(rows[part])
+        log_p = denoiser.head(rows[part])
         if ending is None or ends is None:
-            tokens[part] = draw(given, u[part], temperature, top_p)
+            tokens[part] = draw(log_p, u[part], temperature, top_p)
         else:
             here = Ends(*(each[part] for each in ends))
-            given = ending.within(given, here.barred)
-            p = probabilities(given, temperature, top_p)
+            log_p = ending.within(log_p, here.barred)
+            p = probabilities(log_p, temperature, top_p)
             p = p / p.sum(-1, keepdim=True)
             others = inverted(p.masked_fill(ending.among(p.shape[-1], p.device), 0.0), u[part])
             tokens[part] = ending.decided(others, p[:, ending.pad], p[:, ending.end], here.v)
-        log_probs[part] = given.gather(-1, tokens[part, None])[:, 0].float()
+        log_probs[part] = log_p.gather(-1, tokens[part, None])[:, 0].float()
     return Drawn(tokens, log_probs)
 
 

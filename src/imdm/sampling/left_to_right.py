@@ -50,11 +50,11 @@ def decode_left_to_right(
 
 def _fills_in(tokens: Tensor, masked: Tensor, ending: Ending | None) -> Tensor:
     """Which rows have text after a hole: (B,). Padding, or a single token in the last position, does not count."""
-    given = ~masked
-    given[:, -1] = False
+    text = ~masked
+    text[:, -1] = False
     if ending is not None:
-        given &= tokens != ending.pad
-    return ((masked.cumsum(1) > 0) & given).any(1)
+        text &= tokens != ending.pad
+    return ((masked.cumsum(1) > 0) & text).any(1)
 
 
 def _parts(tokens: Tensor, keys: Tensor, batch_size: int | None) -> list[tuple[Tensor, Tensor]]:

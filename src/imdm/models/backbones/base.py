@@ -121,8 +121,8 @@ class Backbone(nn.Module):
     @classmethod
     def check(cls, config: Shape, settings: BackboneSettings) -> None:
         """Refuse a configuration that it cannot be built from."""
-        for setting, asked in (("causal", config.causal), ("softcap", config.softcap is not None)):
-            if asked:
+        for setting, is_set in (("causal", config.causal), ("softcap", config.softcap is not None)):
+            if is_set:
                 raise UserError(f"model.{setting}: backbone {settings.kind!r} has no such setting; leave it out")
 
     @classmethod

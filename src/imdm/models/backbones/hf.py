@@ -74,11 +74,11 @@ class HF(Backbone):
 
     def __init__(self, config: Shape, settings: BackboneSettings) -> None:
         super().__init__(config, settings)
-        asked = cast("HFSettings", settings)
-        self.shift, self.linear = asked.shift and not config.causal, facts(asked.config).linear
+        options = cast("HFSettings", settings)
+        self.shift, self.linear = options.shift and not config.causal, facts(options.config).linear
         self.opening: Opening | None = None
         self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
-        self.set_network(built(asked.config, eager=getattr(config, "_attn_implementation", None) == "eager"))
+        self.set_network(built(options.config, eager=getattr(config, "_attn_implementation", None) == "eager"))
 
     def get_network(self) -> PreTrainedModel:
         return self.lm
@@ -149,17 +149,17 @@ class HF(Backbone):
             hidden = self._hidden(inputs_embeds=x)
         return torch.cat((hidden[:, :1], hidden[:, :-1]), 1) if self.shift else hidden
 
-    def _hidden(self, **given: Tensor) -> Tensor:
+    def _hidden(self, **inputs: Tensor) -> Tensor:
         self._compile_layers()
         if self.opens or self.config.causal:
-            length, like = next(iter(given.values())).shape[1], self.lm.get_input_embeddings().weight
+            length, like = next(iter(inputs.values())).shape[1], self.lm.get_input_embeddings().weight
             if self.opens:
-                given |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
-                given |= self._opening(next(iter(given.values())), cast("Tensor", like))
+                inputs |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
+                inputs |= self._opening(next(iter(inputs.values())), cast("Tensor", like))
             with _captured_as_run():
-                return self.lm.base_model(**given, use_cache=False).last_hidden_state
+                return self.lm.base_model(**inputs, use_cache=False).last_hidden_state
         with _captured_as_run():
-            return self.lm.base_model(**given)[0]
+            return self.lm.base_model(**inputs)[0]
 
     def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
         """Uses the model's own key-value cache. Layers are not compiled here: each has its own part of the cache, and
@@ -191,17 +191,17 @@ class HF(Backbone):
         if request.nothing and request.kinds is None:
             return BackboneOutputs(self(x))
         lm = self._showing() if request.attentions else self.lm
-        given: dict[str, Any] = {"inputs_embeds": x} | ({} if is_masked(self.lm.config) else {"use_cache": False})
+        inputs: dict[str, Any] = {"inputs_embeds": x} | ({} if is_masked(self.lm.config) else {"use_cache": False})
         if request.seen is not None or (self.opens and self._windowed(x.shape[1])):
-            given["attention_mask"] = self._seen(x, request.seen, eager=request.attentions)
+            inputs["attention_mask"] = self._seen(x, request.seen, eager=request.attentions)
         takes = inspect.signature(self.lm.base_model.forward).parameters
         if (places := request.places()) is not None:
             if "position_ids" not in takes:
                 raise UserError(f"{self.lm.config.model_type!r} models take no position ids")
-            given["position_ids"] = places + first_position(self.lm)
+            inputs["position_ids"] = places + first_position(self.lm)
         if request.kinds is not None and "token_type_ids" in takes:
-            given["token_type_ids"] = request.kinds
-        output = lm.base_model(**given, output_hidden_states=request.states, output_attentions=request.attentions)
+            inputs["token_type_ids"] = request.kinds
+        output = lm.base_model(**inputs, output_hidden_states=request.states, output_attentions=request.attentions)
         hidden = output.last_hidden_state
         if self.shift:
             before = torch.cat((hidden[:, :1], hidden[:, :-1]), 1)
@@ -426,7 +426,7 @@ def _check_layers(text: str, causal: bool) -> None:
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(most, getattr(config, name)))
     for name, other in (("pad_token_id", 1), ("mask_token_id", 3)):
-        if (given := getattr(config, name, None)) is not None and given >= IDS:
+        if (token := getattr(config, name, None)) is not None and token >= IDS:
             setattr(config, name, other)
     config.vocab_size = IDS
     mask = getattr(config, "mask_token_id", None)
