@@ -63,8 +63,8 @@ def filled_places(chosen: Tensor, size: int) -> Tensor:
     """The indices where `chosen` (n,) is True, at most `size` ≤ n of them, padded with the first others, in order:
     (size,). No synchronisation with the GPU."""
     others = ~chosen
-    taken = chosen | (others & (others.cumsum(0) <= size - chosen.sum()))
-    into = torch.where(taken, taken.cumsum(0) - 1, size)  # the rest goes to the last slot, which is cut off
+    selection = chosen | (others & (others.cumsum(0) <= size - chosen.sum()))
+    into = torch.where(selection, selection.cumsum(0) - 1, size)  # the rest goes to the last slot, which is cut off
     places = torch.empty(size + 1, dtype=torch.int64, device=chosen.device)
     return places.scatter_(0, into, torch.arange(len(chosen), device=chosen.device))[:size]
 
@@ -114,8 +114,8 @@ class Noised:
         return Noised(tokens, masked, noise, longer(self.t), latent, keys)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        held = (self.tokens, self.masked, self.noise, self.t, self.latent, self.keys)
-        return tuple(tensor for tensor in held if tensor is not None)
+        parts = (self.tokens, self.masked, self.noise, self.t, self.latent, self.keys)
+        return tuple(tensor for tensor in parts if tensor is not None)
 
     def dropping(self, keys: Tensor) -> Noised:
         """The same with random keys (B,) for dropout."""

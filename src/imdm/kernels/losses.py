@@ -28,12 +28,12 @@ def _chosen_grads(
     """∂ log p(target) / ∂ logits, times upstream: 1[v = target] − p(v)."""
     r, v = place(R, V, BM, BN, AROUND)
     logits = logits_of(rows, weight, bias, r, v, R, V, never, D, BM, BN, BK, False)
-    known = r < R
-    p = tl.exp(logits - tl.load(total + r, mask=known, other=0.0)[:, None])
-    hit = v[None, :] == tl.load(targets + r, mask=known, other=0)[:, None]
-    grad = tl.load(upstream + r, mask=known, other=0.0)[:, None] * (tl.where(hit, 1.0, 0.0) - p)
+    valid = r < R
+    p = tl.exp(logits - tl.load(total + r, mask=valid, other=0.0)[:, None])
+    hit = v[None, :] == tl.load(targets + r, mask=valid, other=0)[:, None]
+    grad = tl.load(upstream + r, mask=valid, other=0.0)[:, None] * (tl.where(hit, 1.0, 0.0) - p)
     at = grads + r.to(tl.int64)[:, None] * wide + v[None, :]
-    tl.store(at, grad.to(grads.dtype.element_ty), mask=known[:, None] & (v < wide)[None, :])
+    tl.store(at, grad.to(grads.dtype.element_ty), mask=valid[:, None] & (v < wide)[None, :])
 
 
 @triton.jit
@@ -65,17 +65,17 @@ def _kl_grads(
     r, v = place(R, V, BM, BN, AROUND)
     logits = logits_of(rows, weight, bias, r, v, R, V, never, D, BM, BN, BK, False)
     others = logits_of(other_rows, other_weight, other_bias, r, v, R, V, never, OTHER_D, BM, BN, BK, False)
-    known = r < R
-    log_p = logits - tl.load(total + r, mask=known, other=0.0)[:, None]
-    log_q = others - tl.load(other_total + r, mask=known, other=0.0)[:, None]
+    valid = r < R
+    log_p = logits - tl.load(total + r, mask=valid, other=0.0)[:, None]
+    log_q = others - tl.load(other_total + r, mask=valid, other=0.0)[:, None]
     if FORWARD:
         grad = tl.exp(log_p) - tl.exp(log_q)
     else:
         ratio = tl.where(((v < V) & (v != never))[None, :], log_p - log_q, 0.0)
-        grad = tl.exp(log_p) * (ratio - tl.load(divergence + r, mask=known, other=0.0)[:, None])
-    grad = tl.load(upstream + r, mask=known, other=0.0)[:, None] * grad
+        grad = tl.exp(log_p) * (ratio - tl.load(divergence + r, mask=valid, other=0.0)[:, None])
+    grad = tl.load(upstream + r, mask=valid, other=0.0)[:, None] * grad
     at = grads + r.to(tl.int64)[:, None] * wide + v[None, :]
-    tl.store(at, grad.to(grads.dtype.element_ty), mask=known[:, None] & (v < wide)[None, :])
+    tl.store(at, grad.to(grads.dtype.element_ty), mask=valid[:, None] & (v < wide)[None, :])
 
 
 def summed(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,13 +30,13 @@ def _laws(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """log p of student, teacher and auxiliary at (r, v), and c = log p_ψ − log p_T within ±clip, 0 at no token."""
-    known = r < R
+    valid = r < R
     s = logits_of(s_rows, s_weight, s_bias, r, v, R, V, never, S_D, BM, BN, BK, False)
     t = logits_of(t_rows, t_weight, t_bias, r, v, R, V, never, T_D, BM, BN, BK, False)
     a = logits_of(a_rows, a_weight, a_bias, r, v, R, V, never, A_D, BM, BN, BK, False)
-    s -= tl.load(s_total + r, mask=known, other=0.0)[:, None]
-    t -= tl.load(t_total + r, mask=known, other=0.0)[:, None]
-    a -= tl.load(a_total + r, mask=known, other=0.0)[:, None]
+    s -= tl.load(s_total + r, mask=valid, other=0.0)[:, None]
+    t -= tl.load(t_total + r, mask=valid, other=0.0)[:, None]
+    a -= tl.load(a_total + r, mask=valid, other=0.0)[:, None]
     c = tl.where(((v < V) & (v != never))[None, :], tl.minimum(tl.maximum(a - t, -clip), clip), 0.0)
     return s, t, a, c
 
@@ -79,21 +79,21 @@ def _grads(
         s_rows, s_weight, s_bias, s_total, t_rows, t_weight, t_bias, t_total, a_rows, a_weight, a_bias, a_total,
         r, v, R, V, never, clip, S_D, T_D, A_D, BM, BN, BK,
     )  # fmt: skip
-    known = r < R
+    valid = r < R
     p = tl.exp(a)
     if KIND == 0:
         grad = p - tl.exp(t)
     else:
-        at_middle = tl.load(middle + r, mask=known, other=0.0)[:, None]
+        at_middle = tl.load(middle + r, mask=valid, other=0.0)[:, None]
         if KIND == 1:
             grad = tl.exp(s) * (c - at_middle)
         else:
             grad = tl.exp(s) - tl.exp(s - c - at_middle)
-    grad = tl.load(s_upstream + r, mask=known, other=0.0)[:, None] * grad
-    hit = v[None, :] == tl.load(targets + r, mask=known, other=0)[:, None]
-    other = tl.load(a_upstream + r, mask=known, other=0.0)[:, None] * (p - tl.where(hit, 1.0, 0.0))
+    grad = tl.load(s_upstream + r, mask=valid, other=0.0)[:, None] * grad
+    hit = v[None, :] == tl.load(targets + r, mask=valid, other=0)[:, None]
+    other = tl.load(a_upstream + r, mask=valid, other=0.0)[:, None] * (p - tl.where(hit, 1.0, 0.0))
     at = r.to(tl.int64)[:, None] * wide + v[None, :]
-    inside = known[:, None] & (v < wide)[None, :]
+    inside = valid[:, None] & (v < wide)[None, :]
     tl.store(s_grads + at, grad.to(s_grads.dtype.element_ty), mask=inside)
     tl.store(a_grads + at, other.to(a_grads.dtype.element_ty), mask=inside)
 

@@ -31,9 +31,9 @@ class MaskedLM(Network, PreTrainedModel):
     _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012  (transformers' own convention)
 
     def __init__(self, config: Shape) -> None:
-        known = config if isinstance(config, MaskedDiffusionConfig) else MaskedDiffusionConfig(**config.settings())
-        PreTrainedModel.__init__(self, known)
-        self._build(known)
+        own = config if isinstance(config, MaskedDiffusionConfig) else MaskedDiffusionConfig(**config.settings())
+        PreTrainedModel.__init__(self, own)
+        self._build(own)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

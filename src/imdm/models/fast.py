@@ -43,9 +43,9 @@ def faster(
         raise UserError(f"faster() takes a model, not {model!r}; load one with imdm.load_model")
     cuda = model.device.type == "cuda"
     fast = fold_conditioning(model).eval().requires_grad_(False)
-    wanted = dtype or (torch.bfloat16 if cuda else None)
-    if wanted is not None:
-        nn.Module.to(fast, wanted)
+    weight_dtype = dtype or (torch.bfloat16 if cuda else None)
+    if weight_dtype is not None:
+        nn.Module.to(fast, weight_dtype)
     if cuda if compile is None else compile:
         fast.compile_trunk(training=False)
     if cuda and graphs is not False and fast.backbone.weights is not None:
@@ -152,11 +152,11 @@ class Replay:
             return self._captured(run, beside, state)
 
     def _captured(self, run: Callable[[Noised], Tensor], beside: Any, state: Noised) -> _Recorded:
-        def held(value: Tensor | None) -> Tensor | None:
+        def clone(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.clone()
 
         mine = Noised(
-            state.tokens.clone(), state.masked.clone(), held(state.noise), state.t.clone(), held(state.latent)
+            state.tokens.clone(), state.masked.clone(), clone(state.noise), state.t.clone(), clone(state.latent)
         )
         return _Recorded(*_capture(lambda: run(mine)), mine, beside)
 

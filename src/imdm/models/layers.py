@@ -295,8 +295,8 @@ class Dropout(nn.Module):
             position = torch.arange(x.shape[1], device=x.device)[:, None]
         else:
             keys, position = keys[rows.sequence][:, None], rows.position[:, None]
-        kept = survivors(keys, position * x.shape[-1] + feature, self.rate)
-        return x * kept / (1 - self.rate)
+        alive = survivors(keys, position * x.shape[-1] + feature, self.rate)
+        return x * alive / (1 - self.rate)
 
 
 class Block(nn.Module):
@@ -326,12 +326,12 @@ class Block(nn.Module):
         options: AttentionOptions | None = None,
     ) -> Tensor:
         """x (B, L, D) → (B, L, D), or (R, D) of the given rows only. keys (2, B): for dropout, in training."""
-        kept = x if rows is None else rows.of(x)
+        y = x if rows is None else rows.of(x)
         first, second = (None, None) if keys is None else keys
         if self.modulation is None:
-            kept = kept + self.dropout(self.attention(self.norm1(x), rope, rows, queries, options), first, rows)
-            return kept + self.dropout(self.mlp(self.norm2(kept)), second, rows)
+            y = y + self.dropout(self.attention(self.norm1(x), rope, rows, queries, options), first, rows)
+            return y + self.dropout(self.mlp(self.norm2(y)), second, rows)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=-1)  # (D,) each
         attended = self.attention(self.norm1(x) * (1 + scale1) + shift1, rope, rows, queries, options)
-        kept = kept + gate1 * self.dropout(attended, first, rows)
-        return kept + gate2 * self.dropout(self.mlp(self.norm2(kept) * (1 + scale2) + shift2), second, rows)
+        y = y + gate1 * self.dropout(attended, first, rows)
+        return y + gate2 * self.dropout(self.mlp(self.norm2(y) * (1 + scale2) + shift2), second, rows)

@@ -90,13 +90,13 @@ def noised(model: MaskedLM, tokens: Tensor, noise: Tensor | int | None) -> Noise
     seed = int(torch.randint(1 << 62, ())) if noise is None or isinstance(noise, Tensor) else noise
     check_seed(seed)
     keys = model.sample_keys(len(tokens), seed).to(tokens.device)
-    drawn = process.mask.draw(keys, torch.zeros_like(tokens), masked)
-    if isinstance(noise, Tensor) and drawn is not None:
-        if noise.shape != drawn.shape or noise.is_floating_point() != drawn.is_floating_point():
-            kind = f"{tuple(drawn.shape)} of {drawn.dtype}"
+    epsilon = process.mask.draw(keys, torch.zeros_like(tokens), masked)
+    if isinstance(noise, Tensor) and epsilon is not None:
+        if noise.shape != epsilon.shape or noise.is_floating_point() != epsilon.is_floating_point():
+            kind = f"{tuple(epsilon.shape)} of {epsilon.dtype}"
             raise UserError(f"noise: mask {process.mask.name} takes {kind}, got {tuple(noise.shape)} of {noise.dtype}")
-        drawn = noise
-    return Noised(tokens, masked, drawn, time, process.latents(keys))
+        epsilon = noise
+    return Noised(tokens, masked, epsilon, time, process.latents(keys))
 
 
 def unpadded(tokens: Tensor, attention_mask: Tensor, hole: int) -> tuple[Tensor, bool]:

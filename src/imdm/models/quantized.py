@@ -135,9 +135,9 @@ def opened(config_class: Any, source: Any, settings: dict[str, Any]) -> tuple[An
     if file is None or QUANTIZED not in read_metadata(Path(file), what):
         return source, settings
     rest = dict(settings)
-    kept = {name: rest.pop(name) for name in ("dtype", "torch_dtype") if name in rest}  # of the model, not the file
+    dtypes = {name: rest.pop(name) for name in ("dtype", "torch_dtype") if name in rest}  # of the model, not the file
     config = rest.pop("config", None)
     if config is None or isinstance(config, str | Path):
         config, rest = config_class.from_pretrained(config or source, return_unused_kwargs=True, **rest)
     rest = {name: value for name, value in rest.items() if name not in hub}
-    return None, rest | kept | {"config": config, "state_dict": load(Path(file), what)}
+    return None, rest | dtypes | {"config": config, "state_dict": load(Path(file), what)}

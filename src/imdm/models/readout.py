@@ -138,8 +138,8 @@ class Compared(Fused):
 
     def __call__(self, log_probs: Tensor, part: slice) -> Tensor:
         with torch.no_grad():
-            wanted = self.teacher.log_probs(part)
-        return divergence(self.kind, log_probs, wanted)
+            log_teacher = self.teacher.log_probs(part)
+        return divergence(self.kind, log_probs, log_teacher)
 
     def fused(self, losses: Any, head: Head) -> Tensor | None:
         if self.kind not in ("backward-kl", "forward-kl") or not self.teacher.is_linear:
@@ -184,15 +184,15 @@ def matched(
     | `soft` | as `kl`: IDLM's ⟨p_θ, NELBO(teacher) − NELBO(auxiliary)⟩; its weight comes from outside | as `kl` |
     """
     teacher, auxiliary, now = teacher.detach(), auxiliary.detach(), student.detach()
-    known = torch.isfinite(now)
+    finite = torch.isfinite(now)
     if gradient == "fkl":
-        return ((auxiliary.exp() - teacher.exp()) * torch.where(known, student, 0.0)).sum(-1)
-    c = torch.where(known & torch.isfinite(teacher) & torch.isfinite(auxiliary), auxiliary - teacher, 0.0)
+        return ((auxiliary.exp() - teacher.exp()) * torch.where(finite, student, 0.0)).sum(-1)
+    c = torch.where(finite & torch.isfinite(teacher) & torch.isfinite(auxiliary), auxiliary - teacher, 0.0)
     if clip is not None:
         c = c.clamp(-clip, clip)
     if gradient == "ipf":
         target = torch.log_softmax(now - c, dim=-1)
-        return (target.exp() * torch.where(known, target - student, 0.0)).sum(-1)
+        return (target.exp() * torch.where(finite, target - student, 0.0)).sum(-1)
     return (student.exp() * c).sum(-1)
 
 

@@ -119,23 +119,23 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 
 def _with_empty_weights(model: M, device: str) -> M:
     """A copy with uninitialised weights; on `meta` they take no memory."""
-    known: dict[int, Any] = {
+    empty: dict[int, Any] = {
         id(weight): nn.Parameter(torch.empty_like(weight, device=device), weight.requires_grad)
         for weight in model.parameters()
     }
-    return copy.deepcopy(model, known)
+    return copy.deepcopy(model, empty)
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
     """None if a model is not sharded."""
-    held: _Sharded | None = vars(model).get(HELD)
-    return None if held is None else held.how
+    shards: _Sharded | None = vars(model).get(HELD)
+    return None if shards is None else shards.how
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Weights by name; of a sharded model this process' shards, whatever is gathered at the moment."""
-    held: _Sharded | None = vars(model).get(HELD)
-    return dict(model.named_parameters()) if held is None else dict(held.parts)
+    shards: _Sharded | None = vars(model).get(HELD)
+    return dict(model.named_parameters()) if shards is None else dict(shards.parts)
 
 
 def reshard(model: nn.Module) -> None:
@@ -154,15 +154,15 @@ def _parts(*models: nn.Module) -> list[FSDPModule]:
 def gathered(models: Iterable[nn.Module]) -> Iterator[None]:
     """Inside this block each process holds these models whole, and may run them independently of others. No effect on
     models that are not sharded."""
-    held = [(model, how) for model in models if (how := sharding_of(model)) is not None]
-    for model, _ in held:
+    sharded = [(model, how) for model in models if (how := sharding_of(model)) is not None]
+    for model, _ in sharded:
         for part in _parts(model):
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
     try:
         yield
     finally:
-        for model, how in held:
+        for model, how in sharded:
             for part in _parts(model):
                 part.reshard()
                 part.set_reshard_after_forward(part is not model and not how.stay, recurse=False)
@@ -206,25 +206,25 @@ def shared_like(value: Tensor, like: Any) -> Tensor:
 
 def duplicate(model: M, shared: Mapping[int, nn.Parameter] | None = None) -> M:
     """A copy, sharded as the model is. shared: weights by id that the copy shares with an unsharded model."""
-    held: _Sharded | None = vars(model).get(HELD)
-    if held is None:
+    shards: _Sharded | None = vars(model).get(HELD)
+    if shards is None:
         return copy.deepcopy(model, dict(shared or {}))
-    made = shard(cast("M", _with_empty_weights(held.layers, "cpu")), held.how)
+    twin = shard(cast("M", _with_empty_weights(shards.layers, "cpu")), shards.how)
     with torch.no_grad():
-        for name, weight in weights_of(made).items():
-            weight.copy_(held.parts[name])
-    return made.train(model.training)
+        for name, weight in weights_of(twin).items():
+            weight.copy_(shards.parts[name])
+    return twin.train(model.training)
 
 
 def whole_model(model: M, weights: Mapping[str, Tensor] | None = None) -> M | None:
     """A sharded model, or the same with other weights, as a plain one on the CPU of the first process, which holds each
     weight once; None on the others. A collective: every process must call it."""
-    held: _Sharded = vars(model)[HELD]
-    state = whole_on_first({**held.parts, **(weights or {})})
+    shards: _Sharded = vars(model)[HELD]
+    state = whole_on_first({**shards.parts, **(weights or {})})
     if not state:
         return None
-    made = cast("M", copy.deepcopy(held.layers))
+    plain = cast("M", copy.deepcopy(shards.layers))
     state |= {name: buffer.cpu() for name, buffer in model.named_buffers()}
-    made.load_state_dict(state, strict=False, assign=True)
-    getattr(made, "tie_weights", lambda: None)()
-    return made.train(model.training)
+    plain.load_state_dict(state, strict=False, assign=True)
+    getattr(plain, "tie_weights", lambda: None)()
+    return plain.train(model.training)

@@ -171,19 +171,19 @@ def look_ahead(
     position = torch.arange(state.tokens.shape[1], device=keys.device)
     chance = uniform(keys[:, None], Purpose.TOKEN, position)  # (B·M, L): one draw a position, used now or later
     alone = not teacher.process.noisy
-    known = teacher.trunk(state[::copies] if alone else state)
+    before = teacher.trunk(state[::copies] if alone else state)
     revealed = process.reveals(state, u, keys, 1)
     row, column = revealed.nonzero(as_tuple=True)
     ends = process.ends(state, Rows(row, column), keys, 1)
-    drawn = draw_tokens(teacher, known[row // copies if alone else row, column], chance[revealed], ends=ends)
-    tokens = process.closed(state.tokens.masked_scatter(revealed, drawn.tokens), state.masked)
+    draws = draw_tokens(teacher, before[row // copies if alone else row, column], chance[revealed], ends=ends)
+    tokens = process.closed(state.tokens.masked_scatter(revealed, draws.tokens), state.masked)
     later = process.noised(tokens, u.float(), fold(keys, Purpose.COPY, 1))
     with _still(student):
         hidden = student.trunk(later)
         ends = process.ends(later, Rows.where(later.masked), keys, 2)
-        drawn = draw_tokens(student, hidden[later.masked], chance[later.masked], ends=ends)
-    written = process.closed(later.tokens.masked_scatter(later.masked, drawn.tokens), later.masked)
-    return Ahead(written, later.masked, hidden, known)
+        draws = draw_tokens(student, hidden[later.masked], chance[later.masked], ends=ends)
+    written = process.closed(later.tokens.masked_scatter(later.masked, draws.tokens), later.masked)
+    return Ahead(written, later.masked, hidden, before)
 
 
 @contextmanager

@@ -234,8 +234,8 @@ class Match(Objective):
     def networks(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Mapping[str, Trained]:
         options = self.auxiliary.model_dump()
         del options["updates"], options["ahead"]
-        made = Auxiliary.of(self._teacher(model, start), model.process.lengths)
-        return {AUXILIARY: Trained(made, weight_decay=0.0, **options)}
+        auxiliary = Auxiliary.of(self._teacher(model, start), model.process.lengths)
+        return {AUXILIARY: Trained(auxiliary, weight_decay=0.0, **options)}
 
     def _teacher(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None) -> MaskedDiffusionLM:
         """The start, or the student before training; refused if it cannot read the student's samples."""
@@ -270,26 +270,26 @@ class Match(Objective):
         teacher's head with the auxiliary's and its own. `signals` writes and reads texts: once the teacher's, of many
         steps, then the student's."""
         first, left = self.masked()
-        drawn = Pass(trained=False, rows=first, heads=1.0), Pass(AUXILIARY, rows=left)
+        sampling = Pass(trained=False, rows=first, heads=1.0), Pass(AUXILIARY, rows=left)
         last = Pass(rows=first, heads=1.0), Pass(AUXILIARY, rows=left, heads=13.0)
         teacher = Pass(FROZEN, trained=False, rows=left, heads=0.0)
         share, many = self.looks / (run.steps * run.batch), min(many_steps(run.length), run.length)
         reads = READINGS * (len(TEMPERATURES) + run.looks * len(self.steps))
         read = Pass(FROZEN, False, share * (len(TEMPERATURES) * many + reads), 0.0, 0.0)
         written = Pass(STUDENT, False, share * run.looks * sum(min(N, run.length) for N in self.steps), 0.0, 0.0)
-        return (*drawn * (self.auxiliary.updates - 1), *last, teacher, read, written)
+        return (*sampling * (self.auxiliary.updates - 1), *last, teacher, read, written)
 
     def masked(self) -> tuple[float, float]:
         """The mean shares of positions that are masked in z_t, and still in z̃."""
         total = self.starts.prior + self.starts.own + self.starts.data
         weights = sum(self.steps.values())
-        shown = self.context / (self.context + 1)  # the mean of u^(1/context)
+        share = self.context / (self.context + 1)  # the mean of u^(1/context)
 
         def still(t: float) -> float:
             if self.phases[0].gradient == "soft":
                 return t / 2
             revealed = sum(weight * min(1.0, 1 / (N * t)) for N, weight in self.steps.items()) / weights
-            return t * (1 - shown * revealed)
+            return t * (1 - share * revealed)
 
         times = [(k + 0.5) / TIMES for k in range(TIMES)]
         prior = self.starts.prior / total
@@ -333,21 +333,21 @@ class Match(Objective):
         new, capacity = self.texts(step.batch)
         there = min(step.index * new, capacity - new)
         number = step.index * new - 1 - (uniform(keys, Purpose.DATA) * there).long()  # of the own text, since the start
-        drawn = keys
+        noise_keys = keys
         if self.kept:
             before = replace(
                 step, index=number // max(1, new), slots=number % max(1, new), update=self.auxiliary.updates - 1
             )
-            drawn = torch.where(origin == OWN, before.keys(), keys)
+            noise_keys = torch.where(origin == OWN, before.keys(), keys)
         masked = process.masks(t, keys, batch["tokens"].shape[1]) | (origin == PRIOR)[:, None]
         fate = uniform(keys[:, None], Purpose.REVEAL, torch.arange(masked.shape[1], device=keys.device))
         if phase.gradient == "soft":
             again, weight = evenly_masked(masked, fate, u)
         else:
             again, weight = masked_again(masked, fate, self.shares(process, t, place, u)), None
-        plan = planned(process, keys, origin, t, masked, again, weight, step, drawn)
-        kept = torch.where(step.slots < new, (step.index * new + step.slots) % capacity, capacity)
-        return replace(plan, recalled=number % capacity, kept=kept)
+        plan = planned(process, keys, origin, t, masked, again, weight, step, noise_keys)
+        slots = torch.where(step.slots < new, (step.index * new + step.slots) % capacity, capacity)
+        return replace(plan, recalled=number % capacity, kept=slots)
 
     def texts(self, batch: int) -> tuple[int, int]:
         """Own texts that are added each step, and how many are kept, so that none is read while it is replaced."""

@@ -86,8 +86,8 @@ class Planned:
             u = uniform(self.keys[rows.sequence], Purpose.TOKEN, rows.position)
             state = self.state(text, process)
             ends = process.ends(state, rows, self.keys, 0)
-            drawn = draw_tokens(student, hidden.detach(), u, ends=ends).tokens
-            tokens = state.tokens.index_put((rows.sequence, rows.position), drawn)
+            draws = draw_tokens(student, hidden.detach(), u, ends=ends).tokens
+            tokens = state.tokens.index_put((rows.sequence, rows.position), draws)
             tokens = torch.where(state.masked, tokens, state.tokens)
             if process.ending is None:
                 return Written(tokens, None)
@@ -151,18 +151,18 @@ def planned(
     again: Tensor,
     weight: Tensor | None = None,
     step: Step | None = None,
-    drawn: Tensor | None = None,
+    noise_keys: Tensor | None = None,
 ) -> Planned:
-    """The plan of sequences with these masks in z_t and in z̃. step: pads the rows, if given; drawn: the keys (b,) of
-    the student's noise, if they differ."""
-    drawn, fill = keys if drawn is None else drawn, step is not None and step.fill
+    """The plan of sequences with these masks in z_t and in z̃. step: pads the rows, if given; noise_keys (b,): of the
+    student's noise, if they differ."""
+    noise_keys, fill = keys if noise_keys is None else noise_keys, step is not None and step.fill
     rows = Rows.filled(masked) if fill else Rows.where(masked)
     there = rows.of(again)
     size = size_of_rows(int(there.sum()), len(there), len(keys)) if fill else 0
     left = filled_places(there, size) if fill else there.nonzero()[:, 0]
     left_rows = Rows(rows.sequence[left], rows.position[left], counted=there[left] if fill else None)
-    noise = process.mask.draw(drawn, torch.zeros_like(masked, dtype=torch.int64), masked)
-    ended, latent = process.lengths is not None, process.latents(drawn)
+    noise = process.mask.draw(noise_keys, torch.zeros_like(masked, dtype=torch.int64), masked)
+    ended, latent = process.lengths is not None, process.latents(noise_keys)
     return Planned(keys, origin, t, masked, again, noise, latent, weight, rows, left, left_rows, ended=ended)
 
 
@@ -230,16 +230,16 @@ class Auxiliary(Network):
     def of(cls, teacher: MaskedDiffusionLM, lengths: Sequence[float] | None = None) -> Auxiliary:
         """lengths: the student's, if it has them."""
         changed = {"dropout": 0.0} | ({} if lengths is None else {"lengths": list(lengths)})
-        made = cls(teacher.config.changed(**changed))
-        missing, unknown = made.load_state_dict(teacher.state_dict(), strict=False)
+        auxiliary = cls(teacher.config.changed(**changed))
+        missing, unknown = auxiliary.load_state_dict(teacher.state_dict(), strict=False)
         if unknown or missing != ["generated"]:
             odd = (unknown + [name for name in missing if name != "generated"])[0]
             raise UserError(
                 f"objective 'match': the teacher's weights cannot be copied, {odd!r} has no place; "
                 "use a model as it was saved, with no layer replaced"
             )
-        nn.Module.to(made, teacher.device)
-        return made
+        nn.Module.to(auxiliary, teacher.device)
+        return auxiliary
 
     def forward(  # type: ignore[override]
         self, state: Noised, rows: Rows, reduce: Any, generated: Tensor
@@ -296,13 +296,13 @@ class MatchState:
 
     def remember(self, written: Tensor, places: Tensor) -> None:
         """Store texts (b, L) at their indices (b,)."""
-        held = self.texts(0, 0)
+        texts = self.texts(0, 0)
         if not _together():
-            held.index_copy_(0, places, written)
+            texts.index_copy_(0, places, written)
             return
-        everyones = torch.zeros_like(held).index_copy_(0, places, written + 1)
+        everyones = torch.zeros_like(texts).index_copy_(0, places, written + 1)
         torch.distributed.all_reduce(everyones)
-        held.copy_(torch.where(everyones > 0, everyones - 1, held))
+        texts.copy_(torch.where(everyones > 0, everyones - 1, texts))
 
     def count(self, nll: Tensor, rows: Rows, chosen: Tensor) -> None:
         """Accumulate the auxiliary's training cross-entropy (R̃,) over the chosen sequences (b,)."""
@@ -339,9 +339,9 @@ class MatchState:
                 average[name].copy_(self.best[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        held = {"seen": self.seen} | {f"best.{name}": weight for name, weight in self.best.items()}
-        held |= {f"teacher.{name}": weight for name, weight in weights_of(self.model).items()}
-        return held | ({"texts": self.held[:-1]} if self.held is not None else {})
+        tensors = {"seen": self.seen} | {f"best.{name}": weight for name, weight in self.best.items()}
+        tensors |= {f"teacher.{name}": weight for name, weight in weights_of(self.model).items()}
+        return tensors | ({"texts": self.held[:-1]} if self.held is not None else {})
 
     def values(self) -> dict[str, Any]:
         frontier = None if self.frontier is None else self.frontier.values()

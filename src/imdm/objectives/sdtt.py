@@ -169,12 +169,12 @@ def teacher_rows(
     for step, now in enumerate(reveals, 1):
         here = Rows(rows.sequence[now], rows.position[now])
         u = uniform(keys[here.sequence], Purpose.TOKEN, here.position)
-        drawn = draw_tokens(teacher, hidden[now], u, ends=process.ends(state, here, keys, step)).tokens
-        proposal = state.tokens.index_put((here.sequence, here.position), drawn)
+        draws = draw_tokens(teacher, hidden[now], u, ends=process.ends(state, here, keys, step)).tokens
+        proposal = state.tokens.index_put((here.sequence, here.position), draws)
         later = process.reverse(state, times[:, step], proposal, keys, step, "keep")
         if certain is not None:
-            drawn_now = process.reveals(state, times[:, step], keys, step)
-            certain = certain | rows.of(state.masked & ~drawn_now & ~later.masked)
+            reveals_now = process.reveals(state, times[:, step], keys, step)
+            certain = certain | rows.of(state.masked & ~reveals_now & ~later.masked)
         state = later
         hidden = torch.where(rows.of(state.masked)[:, None], teacher.trunk_at(state, rows), hidden)
     return Target(hidden, certain)

@@ -121,8 +121,10 @@ class Frontier:
     def at(self, entropy: float) -> TextStats:
         """Linear interpolation between the points; the nearest point beyond them."""
         rising = [asdict(point) for point in reversed(self.points)]
-        known = [point["entropy"] for point in rising]
-        return TextStats(**{name: float(np.interp(entropy, known, [p[name] for p in rising])) for name in rising[0]})
+        entropies = [point["entropy"] for point in rising]
+        return TextStats(
+            **{name: float(np.interp(entropy, entropies, [p[name] for p in rising])) for name in rising[0]}
+        )
 
     def ratio(self, texts: TextStats) -> float:
         """The texts' perplexity under the teacher, divided by that of its own texts at equal entropy."""

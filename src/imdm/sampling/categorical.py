@@ -77,13 +77,13 @@ def draw_tokens(
     if rows.is_cuda and temperature == top_p == 1.0:
         head = denoiser.head_of(rows)
         if head.layer is not None and head.is_linear and (fast := kernels("draw")):
-            known, weight, bias = head.tensors
+            hidden, weight, bias = head.tensors
             weight = _as_products(weight)
             if ending is None or ends is None:
-                return Drawn(*fast.draw_from_head(known, weight, bias, head.never, u))
+                return Drawn(*fast.draw_from_head(hidden, weight, bias, head.never, u))
             others = bias.masked_fill(ending.among(denoiser.vocab_size, rows.device), -torch.inf)
-            inside = Drawn(*fast.draw_from_head(known, weight, others, head.never, u))
-            return _ended(inside, known, weight, bias, ending, ends)
+            inside = Drawn(*fast.draw_from_head(hidden, weight, others, head.never, u))
+            return _ended(inside, hidden, weight, bias, ending, ends)
     size = max(1, AT_ONCE // denoiser.vocab_size)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
     log_probs = torch.empty(len(rows), device=rows.device)
@@ -103,12 +103,12 @@ def draw_tokens(
     return Drawn(tokens, log_probs)
 
 
-def _ended(inside: Drawn, known: Tensor, weight: Tensor, bias: Tensor, ending: Ending, ends: Ends) -> Drawn:
+def _ended(inside: Drawn, hidden: Tensor, weight: Tensor, bias: Tensor, ending: Ending, ends: Ends) -> Drawn:
     """The tokens that a kernel drew without end and padding, replaced by these where `ends` decides so. The kernel
     returns the probability of its token, which with its logit gives the normaliser over all tokens but these two."""
 
     def logit(ids: Tensor | int) -> Tensor:
-        return (known.float() * weight[ids].float()).sum(-1) + bias[ids].float()
+        return (hidden.float() * weight[ids].float()).sum(-1) + bias[ids].float()
 
     marks = torch.stack((logit(ending.pad), logit(ending.end))).double()
     if ending.pad == ending.end:

@@ -41,11 +41,11 @@ def decode_left_to_right(
     for some in _parts(tokens, keys, batch_size):
         before = int(masked[: sum(map(len, parts))].sum())
         parts.append(_written(denoiser, *some, how, before, on_progress))
-    made = torch.cat(parts)
-    drawn = masked if process.ending is None else masked & ~process.ending.ended(made)
-    evaluations = drawn.sum(1)
+    texts = torch.cat(parts)
+    draws = masked if process.ending is None else masked & ~process.ending.ended(texts)
+    evaluations = draws.sum(1)
     step = torch.minimum(masked.cumsum(1), evaluations[:, None]) - 1  # padding is set with the end token
-    return Generation(made, torch.where(masked, step, -1), evaluations, torch.zeros_like(made))
+    return Generation(texts, torch.where(masked, step, -1), evaluations, torch.zeros_like(texts))
 
 
 def _fills_in(tokens: Tensor, masked: Tensor, ending: Ending | None) -> Tensor:
@@ -74,18 +74,18 @@ def _written(
     the answer has to be waited for, and what is written after an end is padding all the same."""
     process, tokens, (B, L) = denoiser.process, tokens.clone(), tokens.shape
     masked = tokens == process.mask_id
-    known = int((masked.cumsum(1) == 0).sum(1).min())  # tokens that all rows have before their first hole
+    start = int((masked.cumsum(1) == 0).sum(1).min())  # tokens that all rows have before their first hole
     holes = masked.sum(0).cumsum(0).tolist()
     u = uniform(keys[:, None], Purpose.TOKEN, torch.arange(L, device=keys.device))  # (B, L)
     ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
     every = LOOK if tokens.is_cuda and on_progress is None else 1
-    new = tokens[:, :known]
+    new = tokens[:, :start]
     captured = nullcontext() if denoiser.steps is None else denoiser.steps.reading(denoiser, B, L)
     with captured as step:
         read = step or Growing(denoiser)
-        for place in range(known, L):
-            drawn = draw_tokens(denoiser, read(new), u[:, place], how.temperature, how.top_p).tokens
-            new = torch.where(masked[:, place], drawn, tokens[:, place])[:, None]
+        for place in range(start, L):
+            choice = draw_tokens(denoiser, read(new), u[:, place], how.temperature, how.top_p).tokens
+            new = torch.where(masked[:, place], choice, tokens[:, place])[:, None]
             tokens[:, place] = new[:, 0]
             if process.ending is not None:
                 ended |= (new[:, 0] == process.ending.end) | (new[:, 0] == process.ending.pad)

@@ -127,9 +127,9 @@ def turns(planned: Plan, masked: Tensor, *, batch_size: int | None = None) -> tu
     if device.type == "cpu":  # elsewhere their number would be waited for
         place = place[step_of >= 0]
         step_of = step_of[place]
-    wanted = torch.where(step_of >= 0, place // L * N + step_of, B * N)  # (sequence, step), or none
+    visit_of = torch.where(step_of >= 0, place // L * N + step_of, B * N)  # (sequence, step), or none
     here = torch.zeros(B * N + 1, dtype=torch.int64, device=device)
-    here.scatter_add_(0, wanted, torch.ones_like(wanted))
+    here.scatter_add_(0, visit_of, torch.ones_like(visit_of))
 
     # On the CPU: which sequences are evaluated at which steps, the turn of each such visit, and its index in it.
     positions = here.cpu().numpy()[:-1]
@@ -150,7 +150,7 @@ def turns(planned: Plan, masked: Tensor, *, batch_size: int | None = None) -> tu
     evaluations, sorted_visits, active, now = there[:4]
     rank = torch.full((B * N + 1,), len(visits), device=device)
     rank[sorted_visits] = torch.arange(len(visits), device=device)
-    column = place[rank[wanted].argsort(stable=True)[: len(local)]] % L
+    column = place[rank[visit_of].argsort(stable=True)[: len(local)]] % L
     rows = map(Rows, *(x.split(totals.tolist()) for x in (there[5], column, there[6])), most.tolist())
     split = planned.split(active, there[4], now)
     each = [x.split(sizes.tolist()) for x in (active, now, planned.grid[active, now], split.alpha_t, split.alpha_s)]

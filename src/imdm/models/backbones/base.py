@@ -248,8 +248,8 @@ def parse_backbone(value: Any) -> BackboneSettings:
         return value
     settings = {"kind": DEFAULT if value is None else value} if isinstance(value, str | None) else value
     if not isinstance(settings, dict) or "kind" not in settings:
-        known = ", ".join(backbones)
-        raise UserError(f"backbone: expected a name or settings with 'kind' ({known}), got {shown(value)}")
+        names = ", ".join(backbones)
+        raise UserError(f"backbone: expected a name or settings with 'kind' ({names}), got {shown(value)}")
     return backbones[settings["kind"]].Settings.parse(settings, "backbone")
 
 

@@ -96,16 +96,16 @@ class HF(Backbone):
         fields = cast("HFSettings", settings).config
         if config.causal and is_masked(parse_config(fields)):
             raise UserError(f"model.causal: {fields['model_type']!r} models are bidirectional; use a causal one")
-        known = facts(fields)
+        backbone = facts(fields)
         if config.tie_word_embeddings:
             raise UserError("model.tie_word_embeddings: backbone 'hf' sets this in its own config; leave it out")
-        if config.width != known.width:
-            raise UserError(f"model.width = {config.width}: the backbone's embeddings have width {known.width}")
-        if config.vocab_size > known.rows:
-            raise UserError(f"model.vocab_size = {config.vocab_size}: the backbone embeds {known.rows} ids")
+        if config.width != backbone.width:
+            raise UserError(f"model.width = {config.width}: the backbone's embeddings have width {backbone.width}")
+        if config.vocab_size > backbone.rows:
+            raise UserError(f"model.vocab_size = {config.vocab_size}: the backbone embeds {backbone.rows} ids")
         longest = config.length + config.mixture
-        if known.positions is not None and longest > known.positions:
-            raise UserError(f"model.length: {longest} positions, the backbone has {known.positions}")
+        if backbone.positions is not None and longest > backbone.positions:
+            raise UserError(f"model.length: {longest} positions, the backbone has {backbone.positions}")
 
     @classmethod
     def size(cls, config: Shape, settings: BackboneSettings) -> int:
@@ -164,7 +164,7 @@ class HF(Backbone):
     def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
         """Uses the model's own key-value cache. Layers are not compiled here: each has its own part of the cache, and
         would be compiled for itself."""
-        self._compile_layers(wanted=False)
+        self._compile_layers(on=False)
         cache_inputs = self._in_cache(x, past) if past is not None and past.is_compileable else {}
         output = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True, **cache_inputs)
         return output.last_hidden_state, output.past_key_values
@@ -230,8 +230,8 @@ class HF(Backbone):
     def _windowed(self, length: int) -> bool:
         """Whether some layers have a sliding window shorter than `length`."""
         window = getattr(self.lm.config, "sliding_window", None)
-        known = {"full_attention"} | ({"sliding_attention"} if window is not None else set())
-        other = set(getattr(self.lm.config, "layer_types", None) or ()) - known
+        kinds = {"full_attention"} | ({"sliding_attention"} if window is not None else set())
+        other = set(getattr(self.lm.config, "layer_types", None) or ()) - kinds
         return bool(other) or (window is not None and length > window // 2)
 
     def _open(self, length: int, like: Tensor, eager: bool = False) -> Tensor:
@@ -300,15 +300,15 @@ class HF(Backbone):
     def is_compiled(self) -> bool:
         return bool(self._compiled)
 
-    def _compile_layers(self, wanted: bool | None = None) -> None:
-        """The repeated layers, if `wanted`: unless given, in the modes of `compile_trunk`. torch keeps the compiled
-        version in `_compiled_call_impl`, which copies of a module lose; they call this again."""
-        wanted = self.training in self._compiled if wanted is None else wanted
+    def _compile_layers(self, on: bool | None = None) -> None:
+        """Compile the repeated layers if `on`, else run them as they are; None: by the modes of `compile_trunk`. torch
+        keeps the compiled version in `_compiled_call_impl`, which copies of a module lose; they call this again."""
+        on = self.training in self._compiled if on is None else on
         for layer in layers_of(self.lm) if self._compiled else ():
-            if wanted and layer._compiled_call_impl is None:
+            if on and layer._compiled_call_impl is None:
                 torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
                 layer.compile()
-            elif not wanted:
+            elif not on:
                 layer._compiled_call_impl = None
 
     @torch.no_grad()
@@ -359,7 +359,7 @@ class HF(Backbone):
                 )
             self._check_onward(x, from_embeddings)
 
-    def _check_onward(self, x: Tensor, wanted: Tensor) -> None:
+    def _check_onward(self, x: Tensor, hidden: Tensor) -> None:
         """Refuse a causal model that does not continue from its cache."""
         kind, instead = self.lm.config.model_type, "use another kind of model"
         try:
@@ -368,7 +368,7 @@ class HF(Backbone):
         except Exception as error:  # models may raise anything here
             problem = f"{kind!r} models have no cache of keys and values ({reason_of(error)})"
             raise UserError(f"{problem}, without which none is sampled from; {instead}") from None
-        if (torch.cat(parts, 1) - wanted).norm() > ROUNDING * wanted.norm():
+        if (torch.cat(parts, 1) - hidden).norm() > ROUNDING * hidden.norm():
             raise UserError(f"{kind!r} models give other results with their cache of keys and values; {instead}")
 
     def set_dropout(self, rate: float) -> None:
