@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from imdm.kernels.head import AROUND, TILE, grid, logits_of, place, sizes, tile_sums
+from imdm.kernels.head import AROUND, TILE, block_sizes, grid, logits_of, place, tile_sums
 
 AT_ONCE = 1 << 29  # elements of the gradients (some rows, V) that are held at a time
 
@@ -140,7 +140,7 @@ class _Chosen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         rows, weight, bias, targets, total = ctx.saved_tensors
-        V, size = len(weight), sizes(False)
+        V, size = len(weight), block_sizes(False)
 
         def grads_of(part: slice, into: list[Tensor], wide: int) -> None:
             some, R = rows[part], len(into[0])

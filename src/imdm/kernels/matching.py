@@ -42,7 +42,7 @@ def _laws(
 
 
 @triton.jit
-def _values(
+def _value_sums(
     s_rows, s_weight, s_bias, s_total, t_rows, t_weight, t_bias, t_total, a_rows, a_weight, a_bias, a_total,
     value, mass, R, V, never, clip, S_D: tl.constexpr, T_D: tl.constexpr, A_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AROUND: tl.constexpr, KIND: tl.constexpr,
@@ -66,7 +66,7 @@ def _values(
 
 
 @triton.jit
-def _grads(
+def _logit_grads(
     s_rows, s_weight, s_bias, s_total, t_rows, t_weight, t_bias, t_total, a_rows, a_weight, a_bias, a_total,
     middle, targets, s_upstream, a_upstream, s_grads, a_grads, R, V, wide, never, clip,
     S_D: tl.constexpr, T_D: tl.constexpr, A_D: tl.constexpr,
@@ -117,7 +117,9 @@ class _Matched(torch.autograd.Function):
         value = torch.empty(R, triton.cdiv(V, TILE), device=s_rows.device)
         mass = torch.empty_like(value)
         if R:
-            _values[grid(R, V, SIZE["BM"], TILE)](*read, value, mass, R, V, never, clip, **depths, **SIZE, KIND=kind)
+            _value_sums[grid(R, V, SIZE["BM"], TILE)](
+                *read, value, mass, R, V, never, clip, **depths, **SIZE, KIND=kind
+            )
         middle = value.sum(1)
         values = middle
         if kind == KINDS["ipf"]:
@@ -141,7 +143,7 @@ class _Matched(torch.autograd.Function):
         def grads_of(part: slice, into: list[Tensor], wide: int) -> None:
             R = len(into[0])
             some = [tensor if number % 4 in (1, 2) else tensor[part] for number, tensor in enumerate(read)]
-            _grads[grid(R, V, SIZE["BM"], TILE)](
+            _logit_grads[grid(R, V, SIZE["BM"], TILE)](
                 *some, middle[part], targets[part], s_upstream[part], a_upstream[part], *into, R, V, wide, never, clip,
                 **depths, **SIZE, KIND=kind,
             )  # fmt: skip

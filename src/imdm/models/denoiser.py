@@ -14,7 +14,7 @@ from imdm.core.errors import UserError, is_out_of_memory, reason_of, shown
 from imdm.core.hub import hub_for
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.face import MaskedLM
-from imdm.models.quantized import opened
+from imdm.models.quantized import loading_source
 from imdm.models.saving import ATTENTION, check_fit, check_plain, check_saved, save_whole
 
 AS_SAVED = {"dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "attn_implementation"}
@@ -42,12 +42,12 @@ class MaskedDiffusionLM(MaskedLM):
         as_saved = folder.is_dir() and not kwargs.keys() - AS_SAVED
         kwargs |= {"use_safetensors": True, "output_loading_info": True}
         register()
-        _check_given(kwargs)
+        _check_arguments(kwargs)
         if folder.is_dir():
             check_plain(folder / (kwargs.get("subfolder") or ""), where)
         try:
             with hub_for(folder):
-                source, kwargs = opened(cls.config_class, pretrained_model_name_or_path, kwargs)
+                source, kwargs = loading_source(cls.config_class, pretrained_model_name_or_path, kwargs)
                 loaded: Any = super().from_pretrained(source, *args, **kwargs)
         except RuntimeError as error:
             if is_out_of_memory(error) or "meta device" in str(error):
@@ -86,7 +86,7 @@ def register() -> None:
         auto.register(MaskedDiffusionConfig, MaskedDiffusionLM, exist_ok=True)
 
 
-def _check_given(arguments: dict[str, Any]) -> None:
+def _check_arguments(arguments: dict[str, Any]) -> None:
     """Refuse arguments of `from_pretrained` that `transformers` would answer in words of its own, or after a while."""
     for name in ("dtype", "torch_dtype"):
         dtype = arguments.get(name)

@@ -129,22 +129,22 @@ class Heads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        back = _turned_back if q.is_cuda else turned_back
+        back = _turned_back_op if q.is_cuda else turned_back
         return back(q, k, v, *ctx.saved_tensors), None, None, None
 
 
 def turned_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Gradients of rotated q, rotated k and v → gradient of the projection: (B, L, 3D)."""
-    return torch.cat([joined(part) for part in (rotate(q, cos, -sin), rotate(k, cos, -sin), v)], dim=-1)
+    return torch.cat([from_heads(part) for part in (rotate(q, cos, -sin), rotate(k, cos, -sin), v)], dim=-1)
 
 
 @torch.library.custom_op("imdm::turned_back", mutates_args=())
-def _turned_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned_back_op(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     fast = kernels("rotation")
     return fast.turned_back(q, k, v, cos, sin) if fast else turned_back(q, k, v, cos, sin)
 
 
-@_turned_back.register_fake
+@_turned_back_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     B, H, L, d = q.shape
     return q.new_empty(B, L, 3 * H * d)
@@ -155,7 +155,7 @@ def in_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def joined(x: Tensor) -> Tensor:
+def from_heads(x: Tensor) -> Tensor:
     """(B, H, L, D/H) → (B, L, D)."""
     return x.transpose(1, 2).flatten(2)
 
@@ -244,16 +244,18 @@ class Attention(nn.Module):
         D = x.shape[-1]
         if options is not None:
             q, k, v = (in_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
-            return self.out(joined(options.attend(rotate(q, *rope), rotate(k, *rope), v, self.softcap, self.causal)))
+            return self.out(
+                from_heads(options.attend(rotate(q, *rope), rotate(k, *rope), v, self.softcap, self.causal))
+            )
         if queries is None or rows is None or rows.slot is None:
             q, k, v = Heads.apply(self.qkv(x), *rope, self.heads)
-            mixed = joined(attend(q, k, v, self.softcap, self.causal))
+            mixed = from_heads(attend(q, k, v, self.softcap, self.causal))
             return self.out(mixed if rows is None else rows.of(mixed))
         asking = x.gather(1, queries[..., None].expand(-1, -1, D))  # (B, Q, D)
         q = in_heads(F.linear(asking, self.qkv.weight[:D]), self.heads)
         k, v = (in_heads(part, self.heads) for part in F.linear(x, self.qkv.weight[D:]).chunk(2, dim=-1))
         there = tuple(turn[queries][:, None] for turn in rope)  # (B, 1, Q, D/H) each
-        mixed = joined(attend(rotate(q, *there), rotate(k, *rope), v, self.softcap))  # (B, Q, D)
+        mixed = from_heads(attend(rotate(q, *there), rotate(k, *rope), v, self.softcap))  # (B, Q, D)
         return self.out(rows._replace(position=rows.slot).of(mixed))
 
 

@@ -47,9 +47,9 @@ def masked_lm(
         shape = input_ids.shape
     else:
         assert inputs_embeds is not None
-        x, shape = _given(model, inputs_embeds, noise), inputs_embeds.shape[:2]
+        x, shape = _checked_embeddings(model, inputs_embeds, noise), inputs_embeds.shape[:2]
     request = BackboneRequest(
-        seen=_seen(attention_mask, shape),
+        seen=_where_text(attention_mask, shape),
         positions=_as_rows("position_ids", position_ids, shape, model.config.length),
         kinds=_as_rows("token_type_ids", token_type_ids, shape),
         states=states,
@@ -99,7 +99,7 @@ def noised(model: MaskedLM, tokens: Tensor, noise: Tensor | int | None) -> Noise
     return Noised(tokens, masked, epsilon, time, process.latents(keys))
 
 
-def unpadded(tokens: Tensor, attention_mask: Tensor, hole: int) -> tuple[Tensor, bool]:
+def padding_to_holes(tokens: Tensor, attention_mask: Tensor, hole: int) -> tuple[Tensor, bool]:
     """Prompts (B, L) with their padding, wherever it is, replaced by holes at the end; and whether there was any
     padding."""
     real = cast("Tensor", _as_rows("attention_mask", attention_mask, tokens.shape)).to(tokens.device) != 0
@@ -107,7 +107,7 @@ def unpadded(tokens: Tensor, attention_mask: Tensor, hole: int) -> tuple[Tensor,
     return tokens.gather(1, order).masked_fill(~real.gather(1, order), hole), not bool(real.all())
 
 
-def _given(model: MaskedLM, x: Tensor, noise: Any) -> Tensor:
+def _checked_embeddings(model: MaskedLM, x: Tensor, noise: Any) -> Tensor:
     """Check given embeddings, which include masks and their noise; a mixture's latent is drawn."""
     if noise is not None:
         raise UserError("noise: inputs_embeds already contain their masks' noise; leave it out")
@@ -120,7 +120,7 @@ def _given(model: MaskedLM, x: Tensor, noise: Any) -> Tensor:
     return torch.cat((x, model.mixture(latent).to(x.dtype)[:, None]), dim=1)
 
 
-def _seen(attention_mask: Tensor | None, shape: Any) -> Tensor | None:
+def _where_text(attention_mask: Tensor | None, shape: Any) -> Tensor | None:
     """Where there is no padding, (B, L); None without any padding. A row of padding only attends to itself."""
     rows = _as_rows("attention_mask", attention_mask, shape)
     if rows is None:

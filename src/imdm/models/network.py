@@ -25,7 +25,7 @@ from imdm.diffusion.state import Noised, Rows
 from imdm.models.backbones import Backbone, backbones, parse_backbone
 from imdm.models.backbones.base import WRAPPERS, size_filled
 from imdm.models.layers import MixtureToken, Norm, TokenEmbedding, ZeroLinear
-from imdm.models.masked_lm import unpadded
+from imdm.models.masked_lm import padding_to_holes
 from imdm.models.readout import Head, Reduce, reduced
 from imdm.models.shape import Shape
 from imdm.sampling import Generation, Revealed, Sampling, sample
@@ -336,7 +336,7 @@ class Network(nn.Module):
         options = Sampling.of(own | how)
         check_seed(seed)
         if input_ids is not None and attention_mask is not None:
-            input_ids, padded = unpadded(as_ids(input_ids), attention_mask, self.config.mask_token_id)
+            input_ids, padded = padding_to_holes(as_ids(input_ids), attention_mask, self.config.mask_token_id)
             length = self.config.length if length is None and padded else length
         canvas = self._canvas(input_ids, length, num, options.steps, batch_size)
         keys = self.sample_keys(len(canvas), seed) if keys is None else self.checked_keys(keys, len(canvas))

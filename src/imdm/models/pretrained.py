@@ -162,7 +162,7 @@ def built(fields: dict[str, Any], eager: bool = False) -> PreTrainedModel:
         raise UserError(f"{about}: no model can be built from it: {reason_of(error)}") from None
 
 
-def opened(lm: PreTrainedModel) -> PreTrainedModel:
+def as_bidirectional(lm: PreTrainedModel) -> PreTrainedModel:
     """Make attention bidirectional. Set in the configuration and not by each call, which would affect other threads."""
     if is_causal(lm):
         lm.config.is_causal = False
@@ -179,11 +179,11 @@ def facts(fields: dict[str, Any]) -> Facts:
         text = json.dumps(fields, sort_keys=True)
     except (TypeError, ValueError):
         raise UserError(f"backbone.config = {shown(fields)}: expected plain data") from None
-    return _facts(text)
+    return _facts_of_json(text)
 
 
 @lru_cache(maxsize=32)
-def _facts(text: str) -> Facts:
+def _facts_of_json(text: str) -> Facts:
     with torch.device("meta"):
         lm = built(json.loads(text))
     config, embedding = lm.config, lm.get_input_embeddings()

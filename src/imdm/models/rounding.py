@@ -133,7 +133,7 @@ class _Compared:
     @torch.no_grad()
     def __init__(self, model: MaskedDiffusionLM, seed: int) -> None:
         self.model, self.copy = model.eval(), with_mask(model).eval()
-        self.state, self.rows = _read(model, seed) if model.config.causal else _masked(model, seed)
+        self.state, self.rows = _causal_samples(model, seed) if model.config.causal else _masked_samples(model, seed)
         self.hidden = model.trunk_at(self.state, self.rows)  # (R, D)
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class _Compared:
         return Move(float(kl.mean()), float(texts.square().sum().sqrt()) / len(kl))
 
 
-def _masked(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
+def _masked_samples(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
     """Samples in 16 steps, masked at times spread evenly up to 1, and their masked positions."""
     many = _many(model, model.config.length)
     keys = fold(as_key(seed, model.device), Purpose.HELD_OUT, torch.arange(many, device=model.device))
@@ -164,7 +164,7 @@ def _masked(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
     return state, Rows.where(state.masked)
 
 
-def _read(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
+def _causal_samples(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
     """Autoregressive samples after a first token drawn uniformly, and all their positions."""
     length = min(model.config.length, 128)
     many = max(4, _many(model, length) // 4)  # one evaluation a token

@@ -140,11 +140,11 @@ def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def reshard(model: nn.Module) -> None:
     """Free gathered weights, which do not follow changes of the shards or of `requires_grad`."""
-    for part in _parts(model):
+    for part in _fsdp_modules(model):
         part.reshard()
 
 
-def _parts(*models: nn.Module) -> list[FSDPModule]:
+def _fsdp_modules(*models: nn.Module) -> list[FSDPModule]:
     from torch.distributed.fsdp import FSDPModule
 
     return [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
@@ -156,14 +156,14 @@ def gathered(models: Iterable[nn.Module]) -> Iterator[None]:
     models that are not sharded."""
     sharded = [(model, how) for model in models if (how := sharding_of(model)) is not None]
     for model, _ in sharded:
-        for part in _parts(model):
+        for part in _fsdp_modules(model):
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
     try:
         yield
     finally:
         for model, how in sharded:
-            for part in _parts(model):
+            for part in _fsdp_modules(model):
                 part.reshard()
                 part.set_reshard_after_forward(part is not model and not how.stay, recurse=False)
 

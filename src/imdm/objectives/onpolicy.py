@@ -76,10 +76,10 @@ class Planned:
 
     def state(self, text: Tensor, process: Process) -> Noised:
         """z_t of a text (b, L)."""
-        tokens, masked = self._masked(text, self.masked, process)
+        tokens, masked = self._with_masks(text, self.masked, process)
         return Noised(tokens, masked, self.noise, self.t, self.latent, self.keys)
 
-    def written(self, student: MaskedDiffusionLM, hidden: Tensor, text: Tensor) -> Written:
+    def written(self, student: MaskedDiffusionLM, hidden: Tensor, text: Tensor) -> StudentTexts:
         """x̃: a token for every masked position, from the student's hidden states (R, D)."""
         process, rows = student.process, self.rows
         with torch.no_grad():
@@ -90,18 +90,18 @@ class Planned:
             tokens = state.tokens.index_put((rows.sequence, rows.position), draws)
             tokens = torch.where(state.masked, tokens, state.tokens)
             if process.ending is None:
-                return Written(tokens, None)
+                return StudentTexts(tokens, None)
             closed = process.closed(tokens, state.masked)
-            return Written(closed, state.masked & (closed == tokens))
+            return StudentTexts(closed, state.masked & (closed == tokens))
 
     def shown(self, written: Tensor, process: Process) -> Noised:
         """z̃, the input of teacher and auxiliary."""
         keys = fold(self.keys, Purpose.COPY, 1)
-        tokens, masked = self._masked(written, self.again, process)
+        tokens, masked = self._with_masks(written, self.again, process)
         noise = process.mask.draw(keys, torch.zeros_like(written), masked)
         return Noised(tokens, masked, noise, self.t, process.latents(keys), self.keys)
 
-    def _masked(self, text: Tensor, masked: Tensor, process: Process) -> tuple[Tensor, Tensor]:
+    def _with_masks(self, text: Tensor, masked: Tensor, process: Process) -> tuple[Tensor, Tensor]:
         """A text (b, L) with masks, and where they are: not where padding is certain."""
         if process.ending is None:
             return text.masked_fill(masked, process.mask_id), masked
@@ -118,7 +118,7 @@ class Planned:
         return rows._replace(counted=there if rows.counted is None else there & rows.counted)
 
 
-class Written(NamedTuple):
+class StudentTexts(NamedTuple):
     """x̃ (b, L). own (b, L): where a token is what the student drew, if rows are whole texts. After the first end
     token, draws other than padding are replaced by padding and give no gradient."""
 
@@ -174,7 +174,7 @@ class Write(NeedsAllRows):
         self, plan: Planned, text: Tensor, companion: MatchState, auxiliary: nn.Module, how: Push | None
     ) -> None:
         self.plan, self.text, self.companion, self.auxiliary, self.how = plan, text, companion, auxiliary, how
-        self.written = Written(text, None)
+        self.written = StudentTexts(text, None)
         self.rows = plan.left_rows
 
     def read(self, head: Head) -> Tensor:

@@ -38,9 +38,9 @@ def decode_left_to_right(
     if bool(_fills_in(tokens, masked, process.ending).any()):
         raise UserError("this model is autoregressive: it continues a text, and cannot infill")
     parts: list[Tensor] = []
-    for some in _parts(tokens, keys, batch_size):
+    for some in _batches(tokens, keys, batch_size):
         before = int(masked[: sum(map(len, parts))].sum())
-        parts.append(_written(denoiser, *some, how, before, on_progress))
+        parts.append(_continuation(denoiser, *some, how, before, on_progress))
     texts = torch.cat(parts)
     draws = masked if process.ending is None else masked & ~process.ending.ended(texts)
     evaluations = draws.sum(1)
@@ -57,12 +57,12 @@ def _fills_in(tokens: Tensor, masked: Tensor, ending: Ending | None) -> Tensor:
     return ((masked.cumsum(1) > 0) & text).any(1)
 
 
-def _parts(tokens: Tensor, keys: Tensor, batch_size: int | None) -> list[tuple[Tensor, Tensor]]:
+def _batches(tokens: Tensor, keys: Tensor, batch_size: int | None) -> list[tuple[Tensor, Tensor]]:
     size = batch_size or len(tokens)
     return list(zip(tokens.split(size), keys.split(size), strict=True))
 
 
-def _written(
+def _continuation(
     denoiser: Any,
     tokens: Tensor,
     keys: Tensor,
@@ -82,7 +82,7 @@ def _written(
     new = tokens[:, :start]
     captured = nullcontext() if denoiser.steps is None else denoiser.steps.reading(denoiser, B, L)
     with captured as step:
-        read = step or Growing(denoiser)
+        read = step or TextReader(denoiser)
         for place in range(start, L):
             choice = draw_tokens(denoiser, read(new), u[:, place], how.temperature, how.top_p).tokens
             new = torch.where(masked[:, place], choice, tokens[:, place])[:, None]
@@ -97,7 +97,7 @@ def _written(
     return process.closed(tokens, masked)
 
 
-class Growing:
+class TextReader:
     """Reads tokens (B, T) that follow those read before: the hidden state (B, D) of the last one. The cache grows."""
 
     def __init__(self, denoiser: Any) -> None:

@@ -109,7 +109,7 @@ class DiT(Backbone):
             return BackboneOutputs(self(x))
         rope = self.beside(x.shape[1], x.device)
         if request.positions is not None:
-            rope = self._at(request.positions)
+            rope = self._rope_at(request.positions)
         options = AttentionOptions(
             None if request.seen is None else request.seen[:, None, None], [] if request.attentions else None
         )
@@ -126,7 +126,7 @@ class DiT(Backbone):
         attentions = None if options.weights is None else tuple(options.weights)
         return BackboneOutputs(x, tuple(states) if request.states else None, attentions)
 
-    def _at(self, positions: Tensor) -> Rope:
+    def _rope_at(self, positions: Tensor) -> Rope:
         """The rotations of positions (B, T): (B, 1, T, dim) each."""
         longest = self.config.length + self.config.mixture
         table = self.beside(longest, positions.device)

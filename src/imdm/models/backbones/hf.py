@@ -31,6 +31,7 @@ from imdm.diffusion.randomness import Purpose, as_key, fold, seeded, uniform
 from imdm.models.backbones.base import Backbone, BackboneOutputs, BackboneRequest, BackboneSettings, backbones
 from imdm.models.pretrained import (
     WholeHead,
+    as_bidirectional,
     built,
     facts,
     first_position,
@@ -38,7 +39,6 @@ from imdm.models.pretrained import (
     is_masked,
     layers_of,
     linear_layers,
-    opened,
     parse_config,
     plain_config,
 )
@@ -84,7 +84,7 @@ class HF(Backbone):
         return self.lm
 
     def set_network(self, network: PreTrainedModel) -> None:
-        self.lm = network if self.config.causal else opened(network)
+        self.lm = network if self.config.causal else as_bidirectional(network)
         self.opens = is_causal(network) and not self.config.causal  # else its attention stays as it is
         self.set_dropout(self.config.dropout)
         self.check_network()
@@ -193,7 +193,7 @@ class HF(Backbone):
         lm = self._showing() if request.attentions else self.lm
         inputs: dict[str, Any] = {"inputs_embeds": x} | ({} if is_masked(self.lm.config) else {"use_cache": False})
         if request.seen is not None or (self.opens and self._windowed(x.shape[1])):
-            inputs["attention_mask"] = self._seen(x, request.seen, eager=request.attentions)
+            inputs["attention_mask"] = self._attention_mask(x, request.seen, eager=request.attentions)
         takes = inspect.signature(self.lm.base_model.forward).parameters
         if (places := request.places()) is not None:
             if "position_ids" not in takes:
@@ -219,7 +219,7 @@ class HF(Backbone):
         other.set_attn_implementation("eager")
         return other
 
-    def _seen(self, x: Tensor, seen: Tensor | None, eager: bool) -> Tensor:
+    def _attention_mask(self, x: Tensor, seen: Tensor | None, eager: bool) -> Tensor:
         """The attention mask in the form the model expects: (B, T), or a full (additive or boolean) mask where a
         sliding window must be removed."""
         if seen is not None and not (self.opens and self._windowed(x.shape[1])):
