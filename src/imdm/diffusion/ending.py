@@ -112,12 +112,12 @@ class Ending:
         return (self.marks(tokens) & ~self.ended(tokens) & (tokens == self.end)).any(-1)
 
     def length_of(self, ids: Sequence[int]) -> int:
-        """`lengths` of one row of plain numbers."""
+        """The tokens of one text, as plain numbers, up to its first end and with it: `lengths` of a single row."""
         first = self._first(ids)
         return len(ids) if first is None else first + (ids[first] == self.end)
 
     def has_end(self, ids: Sequence[int]) -> bool:
-        """`finished` of one row of plain numbers."""
+        """Whether one text, as plain numbers, has an end: `finished` of a single row."""
         first = self._first(ids)
         return first is not None and ids[first] == self.end
 

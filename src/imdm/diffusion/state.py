@@ -30,7 +30,8 @@ class Rows(NamedTuple):
 
     @classmethod
     def filled(cls, chosen: Tensor) -> Rows:
-        """The same, padded with others that are not counted, so that R has few sizes."""
+        """The positions at which `chosen` (B, L) is True, padded with others that are not counted, so that R has few
+        sizes."""
         flat, length = chosen.flatten(), chosen.shape[1]
         at = filled_places(flat, size_of_rows(int(flat.sum()), len(flat), len(chosen)))
         return cls(at // length, at % length, counted=flat[at])
@@ -100,7 +101,7 @@ class Noised:
         return Noised(self.tokens[index], self.masked[index], noise, self.t[index], latent, keys)
 
     def filled(self, many: int, mask_id: int) -> Noised:
-        """The same, padded with masked sequences to `many` in all."""
+        """This batch, padded with masked sequences to `many` in all."""
         more = many - len(self.tokens)
         if not more:
             return self
@@ -118,7 +119,7 @@ class Noised:
         return tuple(tensor for tensor in parts if tensor is not None)
 
     def dropping(self, keys: Tensor) -> Noised:
-        """The same with random keys (B,) for dropout."""
+        """This state with random keys (B,) for dropout."""
         return replace(self, keys=keys)
 
     def with_noise(self, noise: Tensor | None) -> Noised:

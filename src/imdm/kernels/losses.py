@@ -42,7 +42,8 @@ def _kl_sums(
     D: tl.constexpr, OTHER_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     AROUND: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile of p: its largest logit, Σ exp(logit − largest), and Σ exp(logit − largest)·(logit − other's)."""
+    """KL's sums over each tile of p: its largest logit, Σ exp(logit − largest), and Σ exp(logit − largest)·(logit −
+    other's)."""
     r, v = place(R, V, BM, BN, AROUND)
     logits = logits_of(rows, weight, bias, r, v, R, V, never, D, BM, BN, BK, False)
     others = logits_of(other_rows, other_weight, other_bias, r, v, R, V, never, OTHER_D, BM, BN, BK, False)

@@ -34,9 +34,9 @@ class MaskedDiffusionLM(MaskedLM):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`, but from safetensors only, and weights that do not fit are refused: `transformers`
-        would initialise a missing layer at random. With `output_loading_info` they are reported instead. `mask=...`
-        loads an MDM as an IMDM with identical log-probabilities."""
+        """Load a model as in `transformers`, but from safetensors only, and weights that do not fit are refused:
+        `transformers` would initialise a missing layer at random. With `output_loading_info` they are reported instead.
+        `mask=...` loads an MDM as an IMDM with identical log-probabilities."""
         where, folder = f"model {str(pretrained_model_name_or_path)!r}", Path(str(pretrained_model_name_or_path))
         new_mask, tells = "mask" in kwargs, kwargs.pop("output_loading_info", False)
         as_saved = folder.is_dir() and not kwargs.keys() - AS_SAVED
@@ -70,7 +70,8 @@ class MaskedDiffusionLM(MaskedLM):
         return (model, info) if tells else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in `transformers`, each file whole or not there, and the weights with a digest of themselves."""
+        """Save the model as in `transformers`, each file whole or not there, the weights with a digest of
+        themselves."""
         if kwargs.get("push_to_hub"):
             super().save_pretrained(save_directory, *args, **kwargs)
             return

@@ -65,7 +65,8 @@ class MaskedLM(Network, PreTrainedModel):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> Any:
-        """As in `transformers`. The mask and the special tokens keep their ids, so all ids up to these must remain."""
+        """Change the number of ids, as in `transformers`. The mask and the special tokens keep their ids, so all ids up
+        to these must remain."""
         config = self.config
         special = [config.mask_token_id, config.bos_token_id, config.eos_token_id, config.pad_token_id]
         least = 1 + max(token for token in special if token is not None)
@@ -108,9 +109,9 @@ class MaskedLM(Network, PreTrainedModel):
         reduce: Reduce | None = None,
         group: int = 1,
     ) -> Any:
-        """Of a state of the diffusion, `model(state, rows, reduce, group)`: what `log_probs` gives.
+        """Run the network on ids, as `transformers` calls a masked language model: a `MaskedLMOutput`.
 
-        Of ids, as `transformers` calls a masked language model: a `MaskedLMOutput`.
+        On a state of the diffusion, `model(state, rows, reduce, group)` is what `log_probs` gives.
 
         input_ids       (B, L), holes are `mask_token_id`
         attention_mask  (B, L): 0 at padding, before or after the text, which is not attended to

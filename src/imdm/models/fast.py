@@ -231,7 +231,7 @@ class _Step:
 
     @classmethod
     def of(cls, model: Network, many: int, length: int) -> _Step | None:
-        """None if the model has no such cache, or cannot be captured."""
+        """Capture the steps of a model; None if it has no such cache, or cannot be captured."""
         with torch.inference_mode(False), torch.no_grad():  # its tensors serve later calls in any mode
             past = model.backbone.fixed_cache(length) if length >= cls.LEAST else None
             with suppress(RuntimeError, ValueError):  # of torch, of transformers

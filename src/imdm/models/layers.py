@@ -211,7 +211,7 @@ class AttentionOptions:
     weights: list[Tensor] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, softcap: float | None, causal: bool) -> Tensor:
-        """As `attend`, (B, H, T, dim)."""
+        """Attention under these options, where `attend` has none: (B, H, T, dim)."""
         seen = self.seen
         if causal:
             before = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()

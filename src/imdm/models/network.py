@@ -103,7 +103,7 @@ class Network(nn.Module):
         return fresh
 
     def set_lengths(self, lengths: Sequence[float]) -> None:
-        """From now on draw the end of a text before its tokens: `lengths` as in the configuration."""
+        """Let the end of a text be drawn before its tokens from now on: `lengths` as in the configuration."""
         self.config.check_lengths(lengths)
         self.config.lengths = list(lengths)
         self.process = replace(self.process, lengths=tuple(lengths))
@@ -174,7 +174,7 @@ class Network(nn.Module):
         return {"noise": noise or self.config.noise or "posterior", "order": order or self.config.order or "random"}
 
     def set_policies(self, noise: NoisePolicy | None = None, order: RevealOrder | None = None) -> None:
-        """From now on these are its `policies`; None: the defaults. Masks without noise have no policy for it."""
+        """Set what `policies` returns from now on; None: the defaults. Masks without noise have no policy for it."""
         for name in ("noise", "order"):
             self.config.__dict__.pop(name, None)  # not stored when unset
         if noise is not None and self.mask.noisy:

@@ -135,8 +135,8 @@ class Shape:
 
     @property
     def backbone(self) -> dict[str, Any]:
-        """Its settings. Those of the default are not stored, so that configurations of earlier versions do not
-        change."""
+        """The backbone's settings. Those of the default are not stored, so that configurations of earlier versions do
+        not change."""
         return self.__dict__.get("backbone", {"kind": DEFAULT})
 
     @backbone.setter
@@ -170,7 +170,7 @@ class Shape:
         return {name: getattr(self, name) for name in SETTINGS}
 
     def changed(self, **changes: Any) -> Self:
-        """The same settings but for some."""
+        """These settings but for some."""
         return type(self)(**(self.settings() | changes))
 
     @property

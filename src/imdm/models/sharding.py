@@ -49,7 +49,7 @@ class Sharding:
 
     @classmethod
     def of(cls, shard: Shard, world: int, device: torch.device, half: bool) -> Sharding | None:
-        """None without sharding or with a single process."""
+        """The sharding of a run; None without any, or with a single process."""
         if shard == "none" or world == 1:
             return None
         from torch.distributed.device_mesh import init_device_mesh
@@ -127,7 +127,7 @@ def _with_empty_weights(model: M, device: str) -> M:
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """None if a model is not sharded."""
+    """How a model is sharded; None if it is not."""
     shards: _Sharded | None = vars(model).get(HELD)
     return None if shards is None else shards.how
 
@@ -174,7 +174,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def own(tensor: Any) -> Tensor:
-    """This process' shard, a view; the tensor itself if it is not sharded."""
+    """A tensor's shard of this process, a view; the tensor itself if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 

@@ -167,8 +167,8 @@ def planned(
 
 
 class Write(NeedsAllRows):
-    """From the student's rows: sample x̃, mask it again and compute the auxiliary's cross-entropy, (R̃,); where the
-    student is updated, compare with the teacher too, (R̃, 2)."""
+    """The reading of the student's rows: sample x̃, mask it again and compute the auxiliary's cross-entropy, (R̃,);
+    where the student is updated, compare with the teacher too, (R̃, 2)."""
 
     def __init__(
         self, plan: Planned, text: Tensor, companion: MatchState, auxiliary: nn.Module, how: Push | None
@@ -228,7 +228,7 @@ class Auxiliary(Network):
 
     @classmethod
     def of(cls, teacher: MaskedDiffusionLM, lengths: Sequence[float] | None = None) -> Auxiliary:
-        """lengths: the student's, if it has them."""
+        """The auxiliary of a teacher, with its weights. lengths: the student's, if it has them."""
         changed = {"dropout": 0.0} | ({} if lengths is None else {"lengths": list(lengths)})
         auxiliary = cls(teacher.config.changed(**changed))
         missing, unknown = auxiliary.load_state_dict(teacher.state_dict(), strict=False)
@@ -310,7 +310,7 @@ class MatchState:
         self.seen += torch.stack((torch.where(mine, nll.double(), 0.0).sum(), mine.double().sum()))
 
     def counted(self) -> float | None:
-        """Its mean since the last call."""
+        """The mean of the auxiliary's training cross-entropy (`count`) since the last call; None without any."""
         seen = self.seen.clone()
         if _together():
             torch.distributed.all_reduce(seen)

@@ -116,7 +116,7 @@ class ReDi(Objective):
         return {"fitted": fitted, "decided": share(unseen, known=False)}
 
     def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
-        """From half of the run on: whether `fitted`, extrapolated from its recent rise, will reach 90%."""
+        """A warning, from half of the run on, if `fitted`, extrapolated from its recent rise, will not reach 90%."""
         if len(signals) < 3 or signals[-1][0] < steps / 2 or "decided" not in signals[-1][1]:
             return None
         (before, earlier), (now, latest) = signals[-3], signals[-1]

@@ -37,11 +37,11 @@ def many_steps(length: int) -> int:
 
 @dataclass(frozen=True)
 class TextStats:
-    """Of some texts: nll, the teacher's NELBO in nats a token; entropy of a text's token counts, the mean; pooled,
-    entropy of the counts of all texts together, which shows a collapse that the first hides; shared, the fraction of a
-    text's 4-grams that occur in another text. Where rows are whole texts, padding is ignored, and entropy, which grows
-    with length, is that of the first quarter of a row, over the texts that are at least that long; length is the mean
-    number of tokens, spread its standard deviation."""
+    """Measurements of some texts: nll, the teacher's NELBO in nats a token; entropy of a text's token counts, the mean;
+    pooled, entropy of the counts of all texts together, which shows a collapse that the first hides; shared, the
+    fraction of a text's 4-grams that occur in another text. Where rows are whole texts, padding is ignored, and
+    entropy, which grows with length, is that of the first quarter of a row, over the texts that are at least that long;
+    length is the mean number of tokens, spread its standard deviation."""
 
     nll: float
     entropy: float
@@ -53,8 +53,8 @@ class TextStats:
 
 @torch.no_grad()
 def text_stats(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> TextStats:
-    """Of texts (n, L), read under keys (n,). The NELBO is the mean over k = 1 … L of the cross-entropy of a masked
-    token when k are masked: this form has no large weights."""
+    """Measure texts (n, L) by their teacher, which reads them under keys (n,). The NELBO is the mean over k = 1 … L of
+    the cross-entropy of a masked token when k are masked: this form has no large weights."""
     (n, L), process = texts.shape, teacher.process
     nlls = torch.zeros(n, dtype=torch.float64, device=texts.device)
     for reading in range(READINGS):
@@ -101,7 +101,7 @@ class Frontier:
 
     @classmethod
     def of(cls, teacher: MaskedDiffusionLM, many: int, length: int, keys: Tensor, smooth: bool = False) -> Frontier:
-        """From `many` texts at each temperature; smooth: `smoothed`."""
+        """The frontier of a teacher, from `many` of its texts at each temperature; smooth: `smoothed`."""
         canvas = torch.full((many, length), teacher.process.mask_id, device=teacher.device)
         points = []
         for number, temperature in enumerate(TEMPERATURES):
@@ -119,7 +119,7 @@ class Frontier:
         return [asdict(point) for point in self.points]
 
     def at(self, entropy: float) -> TextStats:
-        """Linear interpolation between the points; the nearest point beyond them."""
+        """The teacher's statistics at this entropy: linear between the points; the nearest point beyond them."""
         rising = [asdict(point) for point in reversed(self.points)]
         entropies = [point["entropy"] for point in rising]
         return TextStats(

@@ -30,7 +30,7 @@ def draw(log_probs: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 
 
 
 def inverted(p: Tensor, u: Tensor) -> Tensor:
-    """The same for probabilities (R, V), which need not be normalised."""
+    """The token of each row of probabilities (R, V), which need not be normalised, whose interval contains u (R,)."""
     edge = p.cumsum(-1)
     total = edge[:, -1:]
     token = torch.searchsorted(edge, u[:, None] * total, right=True)
@@ -124,5 +124,5 @@ def _ended(inside: Drawn, hidden: Tensor, weight: Tensor, bias: Tensor, ending: 
 
 
 def _as_products(values: Tensor) -> Tensor:
-    """In the dtype of matmuls under the current autocast."""
+    """Values cast to the dtype of matmuls under the current autocast."""
     return values.to(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else values

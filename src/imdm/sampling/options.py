@@ -47,7 +47,7 @@ class Sampling:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Sampling:
-        """From the keyword arguments of a call; for unknown ones the error lists the known."""
+        """The options of a call from its keyword arguments; for unknown ones the error lists the known."""
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:

@@ -101,7 +101,7 @@ class Turn:
     rows: Rows
 
     def only(self, masked: Tensor) -> Turn:
-        """The same without positions that are no longer masked (B, L), and without sequences that have none left."""
+        """This turn without positions that are no longer masked (B, L), and without sequences that have none left."""
         rows = self.rows
         left = masked[self.active[rows.sequence], rows.position]
         sequence, position = rows.sequence[left], rows.position[left]

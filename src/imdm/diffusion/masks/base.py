@@ -51,8 +51,8 @@ class Mask(Settings):
         """The noise of positions (R,), (R, d) or (R,); None when the mask carries none."""
 
     def noise_between(self, path: NoisePath, position: Tensor, draw: Tensor) -> Tensor | None:
-        """The same on a path from one noise to another, whose every point has the distribution of the noise. Discrete
-        masks switch, each position at a random point of its own."""
+        """The noise of positions on a path from one noise to another, each point of which has the distribution of
+        `noise`. Discrete masks switch, each position at a random point of its own."""
         one, other = (self.noise(keys, position, draw) for keys in (path.first, path.second))
         if one is None or other is None:
             return None
@@ -64,7 +64,8 @@ class Mask(Settings):
         return None
 
     def every(self, holes: int) -> Tensor | None:
-        """All of them, if `noises` is finite: (n, holes); None when the mask carries none."""
+        """All joint noises of so many masked positions, if `noises` is finite: (n, holes); None when the mask carries
+        none."""
         return None
 
     @abstractmethod

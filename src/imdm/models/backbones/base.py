@@ -82,7 +82,7 @@ class BackboneRequest:
         return (self.seen.long().cumsum(-1) - 1).clamp(min=0)
 
     def with_latent(self) -> BackboneRequest:
-        """The same with one more token at the end, the latent's, which all positions attend to."""
+        """This request with one more token at the end, the latent's, which all positions attend to."""
         kinds = None if self.kinds is None else nn.functional.pad(self.kinds, (0, 1))
         if self.seen is None and self.positions is None:
             return replace(self, kinds=kinds)
@@ -197,7 +197,8 @@ class Backbone(nn.Module):
         return False
 
     def folded(self, weights: Mapping[str, Tensor]) -> Folded | None:
-        """The same function with fewer weights; `weights` are all of the model's. None: nothing to fold."""
+        """Settings and weights of the same function in fewer weights, given all of the model's; None: nothing to
+        fold."""
         return None
 
     def matrices(self) -> dict[Tensor, int]:

@@ -157,8 +157,8 @@ class DiT(Backbone):
             torch._dynamo.maybe_mark_dynamic(tensor, axis)
 
     def matrices(self) -> dict[Tensor, int]:
-        """Of attention (queries, keys and values lie in one weight) and MLP; not those of adaLN, which act as vectors
-        where the conditioning is constant."""
+        """The blocks' matrices and how many lie in each: of attention (queries, keys and values in one weight) and MLP;
+        not those of adaLN, which act as vectors where the conditioning is constant."""
         counts: dict[Tensor, int] = {}
         for block in cast("list[Block]", list(self.blocks)):
             counts |= {block.attention.qkv.weight: 3, block.attention.out.weight: 1}
@@ -188,7 +188,7 @@ class DiT(Backbone):
 
     @torch.no_grad()
     def folded(self, weights: Mapping[str, Tensor]) -> Folded | None:
-        """Without adaLN: shift, scale and gate, which are constants, move into the norms and the output layers."""
+        """Fold adaLN away: shift, scale and gate, which are constants, move into the norms and the output layers."""
         if self.time is None or self.modulation is None:
             return None
         moved = {name: weight.clone() for name, weight in weights.items()}

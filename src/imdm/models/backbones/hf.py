@@ -109,7 +109,8 @@ class HF(Backbone):
 
     @classmethod
     def size(cls, config: Shape, settings: BackboneSettings) -> int:
-        """Without the embedding and the head, which are counted elsewhere but are part of the backbone here."""
+        """The number of parameters without the embedding and the head, which are counted elsewhere but lie in it
+        here."""
         return facts(cast("HFSettings", settings).config).parameters - 2 * config.vocab_size * config.width
 
     @property
@@ -162,8 +163,8 @@ class HF(Backbone):
             return self.lm.base_model(**inputs)[0]
 
     def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
-        """Uses the model's own key-value cache. Layers are not compiled here: each has its own part of the cache, and
-        would be compiled for itself."""
+        """Continue from the model's own key-value cache. Layers are not compiled here: each has its own part of the
+        cache, and would be compiled for itself."""
         self._compile_layers(on=False)
         cache_inputs = self._in_cache(x, past) if past is not None and past.is_compileable else {}
         output = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True, **cache_inputs)
@@ -187,7 +188,7 @@ class HF(Backbone):
         return {"position_ids": place[None], "attention_mask": self._mask(visible.expand(x.shape[0], 1, -1, -1), x)}
 
     def outputs(self, x: Tensor, request: BackboneRequest) -> BackboneOutputs:
-        """Through `transformers`' own arguments. Positions do not count padding."""
+        """Answer a request through `transformers`' own arguments. Positions do not count padding."""
         if request.nothing and request.kinds is None:
             return BackboneOutputs(self(x))
         lm = self._showing() if request.attentions else self.lm
@@ -210,8 +211,8 @@ class HF(Backbone):
         return BackboneOutputs(hidden, output.hidden_states, output.attentions)
 
     def _showing(self) -> PreTrainedModel:
-        """The same weights with eager attention, which returns its weights; fused attention cannot. A second model, so
-        that other threads are not affected."""
+        """A second model of the same weights whose eager attention returns what it attends to, as fused attention
+        cannot; so other threads are not affected."""
         if self.lm.config._attn_implementation == "eager":
             return self.lm
         shared = {id(tensor): tensor for tensor in (*self.lm.parameters(), *self.lm.buffers())}
@@ -265,7 +266,8 @@ class HF(Backbone):
 
     @torch.no_grad()
     def check_opening(self) -> None:
-        """Checked with two short sequences: while still causal, no position may depend on later ones."""
+        """Refuse a model that ignores a partly open mask. Checked with two short sequences: while still causal, no
+        position may depend on later ones."""
         weight, training = cast("Tensor", self.lm.get_input_embeddings().weight), self.training
         if weight.is_meta:
             return
