@@ -47,7 +47,7 @@ def _kl_sums(
     r, v = place(R, V, BM, BN, AROUND)
     logits = logits_of(rows, weight, bias, r, v, R, V, never, D, BM, BN, BK, False)
     others = logits_of(other_rows, other_weight, other_bias, r, v, R, V, never, OTHER_D, BM, BN, BK, False)
-    top = tl.max(logits, axis=1)
+    top = tl.max(logits, axis=1)  # −∞ where `never` is the tile's only token; −∞ − −∞ would be NaN
     e = tl.exp(logits - tl.where(top == float("-inf"), 0.0, top)[:, None])
     difference = tl.where(((v < V) & (v != never))[None, :], logits - others, 0.0)
     at = r.to(tl.int64) * tl.cdiv(V, BN) + tl.min(v, axis=0) // BN
@@ -101,6 +101,9 @@ def gradients(grads_of: Any, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, ...
     of_rows = [torch.empty(rows.shape, device=device) for rows, _ in heads]
     of_weight = [torch.zeros(wide, rows.shape[1], device=device) for rows, _ in heads]
     of_bias = [torch.zeros(wide, device=device) for _ in heads]
+
+    # The gradients of all logits would be (R, V): they are computed into the same buffers for some rows after others,
+    # and turned into those of rows and weights by matmuls before the next overwrite them.
     for first in range(0, R, size):
         part = slice(first, min(first + size, R))
         grads = [buffer[: part.stop - first] for buffer in buffers]
@@ -169,10 +172,15 @@ class _KL(torch.autograd.Function):
                 *from_law, *to_law, largest, total, cross, R, V, never,
                 D=from_law[0].shape[1], OTHER_D=to_law[0].shape[1], **size,
             )  # fmt: skip
+
+        # KL(p ‖ q) = E_p[logit − other's] − log Z_p + log Z_q. The expectation is a ratio of sums over the tiles of p,
+        # each relative to the tile's largest logit, until `factor` relates all of them to the row's.
         of_from, factor = summed(largest, total)
         of_to, _ = summed(*tile_sums(*to_law, never))
         mean = (cross * factor).sum(1) / (total * factor).sum(1)  # of logit − other's
         divergence = mean - of_from + of_to
+
+        # For the gradient p is the student's law in both directions, as the teacher is fixed.
         totals = (of_to, of_from) if forward else (of_from, of_to)
         ctx.save_for_backward(*ours, *others, *totals, divergence)
         ctx.never, ctx.forward_kl = never, forward

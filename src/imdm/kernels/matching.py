@@ -55,7 +55,7 @@ def _value_sums(
     )  # fmt: skip
     at = r.to(tl.int64) * tl.cdiv(V, BN) + tl.min(v, axis=0) // BN
     if KIND == 0:
-        there = ((v < V) & (v != never))[None, :]
+        there = ((v < V) & (v != never))[None, :]  # elsewhere log p_θ = −∞, and 0 · −∞ would be NaN
         tl.store(value + at, tl.sum((tl.exp(a) - tl.exp(t)) * tl.where(there, s, 0.0), axis=1), mask=r < R)
     elif KIND == 1:
         tl.store(value + at, tl.sum(tl.exp(s) * c, axis=1), mask=r < R)
@@ -112,6 +112,7 @@ class _Matched(torch.autograd.Function):
                 (a_rows, a_weight, a_bias),
             )
         ]
+        # Four tensors a head, which kernels and the backward pass count on: rows, weight, bias, log of the normaliser.
         read = [part for head in heads for part in (*head, summed(*tile_sums(*head, never))[0])]
         (R, V), depths = (len(s_rows), len(s_weight)), _depths(heads)
         value = torch.empty(R, triton.cdiv(V, TILE), device=s_rows.device)
@@ -120,6 +121,9 @@ class _Matched(torch.autograd.Function):
             _value_sums[grid(R, V, SIZE["BM"], TILE)](
                 *read, value, mass, R, V, never, clip, **depths, **SIZE, KIND=kind
             )
+
+        # Tiles add up: log-probabilities are already normalised. `ipf` has two sums, and with Z = Σ p_θ·e^−c its value
+        # KL(target ‖ p_θ) = Σ −c·p_θ·e^−c / Z − log Z. `middle` is what the gradient needs of a row.
         middle = value.sum(1)
         values = middle
         if kind == KINDS["ipf"]:
@@ -142,12 +146,14 @@ class _Matched(torch.autograd.Function):
 
         def grads_of(part: slice, into: list[Tensor], wide: int) -> None:
             R = len(into[0])
+            # Weights and biases, second and third of each four, as they are; of all else some rows.
             some = [tensor if number % 4 in (1, 2) else tensor[part] for number, tensor in enumerate(read)]
             _logit_grads[grid(R, V, SIZE["BM"], TILE)](
                 *some, middle[part], targets[part], s_upstream[part], a_upstream[part], *into, R, V, wide, never, clip,
                 **depths, **SIZE, KIND=kind,
             )  # fmt: skip
 
+        # Of student and auxiliary, from one pass over all three heads; the teacher has no gradient.
         grads = gradients(grads_of, (read[0], read[1]), (read[8], read[9]))
         return *grads, *[None] * 7
 

@@ -321,15 +321,24 @@ class Match(Objective):
         return u ** (1 / self.context) * process.split(t, later).reveal
 
     def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> Planned:
-        """N and u are low-discrepancy over the batch: each a lattice with an irrational step, shifted by a number of
-        the training step."""
+        """The plan of a step: which positions are masked in z_t and again in z̃. It depends on times and keys alone. N
+        and u are low-discrepancy over the batch: each a lattice with an irrational step, shifted by a number of the
+        training step."""
         origin, t = self.origins(step)
+
+        # The slots of a lattice with an irrational step cover [0, 1) evenly, however the batch is divided among
+        # processes; one shift for all makes each of them uniform. N and u have different irrational steps, so that
+        # their pairs cover the square.
         shift = fold(as_key(step.seed, step.slots.device), Purpose.STEP, step.index)
         shift = fold(shift, Purpose.UPDATE, step.update + 1)
         lattice = step.slots.double()
         place = (uniform(shift, Purpose.TIME, 1) + lattice * 2**0.5) % 1
         u = (uniform(shift, Purpose.TIME, 2) + lattice * GOLDEN) % 1
         phase, keys = self.phases[0 if step.companion is None else step.companion.phase], step.keys()
+
+        # Own texts lie in a ring, `new` more each step, and are numbered since the start of the run. One of the last
+        # `there` is recalled, which leaves out those whose places this step fills. The step and the slot in which it was
+        # drawn, in that step's last update, follow from its number, and from these the keys of its noise (`kept`).
         new, capacity = self.texts(step.batch)
         there = min(step.index * new, capacity - new)
         number = step.index * new - 1 - (uniform(keys, Purpose.DATA) * there).long()  # of the own text, since the start
@@ -339,6 +348,8 @@ class Match(Objective):
                 step, index=number // max(1, new), slots=number % max(1, new), update=self.auxiliary.updates - 1
             )
             noise_keys = torch.where(origin == OWN, before.keys(), keys)
+
+        # α(1) may exceed 0: a start from the prior is masked altogether all the same.
         masked = process.masks(t, keys, batch["tokens"].shape[1]) | (origin == PRIOR)[:, None]
         fate = uniform(keys[:, None], Purpose.REVEAL, torch.arange(masked.shape[1], device=keys.device))
         if phase.gradient == "soft":
@@ -346,6 +357,8 @@ class Match(Objective):
         else:
             again, weight = masked_again(masked, fate, self.shares(process, t, place, u)), None
         plan = planned(process, keys, origin, t, masked, again, weight, step, noise_keys)
+
+        # The first `new` slots are those of the prior, and are stored; the others write to the spare row at the end.
         slots = torch.where(step.slots < new, (step.index * new + step.slots) % capacity, capacity)
         return replace(plan, recalled=number % capacity, kept=slots)
 

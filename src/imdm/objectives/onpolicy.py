@@ -96,7 +96,7 @@ class Planned:
 
     def shown(self, written: Tensor, process: Process) -> Noised:
         """z̃, the input of teacher and auxiliary."""
-        keys = fold(self.keys, Purpose.COPY, 1)
+        keys = fold(self.keys, Purpose.COPY, 1)  # noise of its own: the student's, which shaped x̃, would betray it
         tokens, masked = self._with_masks(written, self.again, process)
         noise = process.mask.draw(keys, torch.zeros_like(written), masked)
         return Noised(tokens, masked, noise, self.t, process.latents(keys), self.keys)
@@ -156,6 +156,7 @@ def planned(
     """The plan of sequences with these masks in z_t and in z̃. step: pads the rows, if given; noise_keys (b,): of the
     student's noise, if they differ."""
     noise_keys, fill = keys if noise_keys is None else noise_keys, step is not None and step.fill
+    # With `fill` both numbers of rows take few values, each with a CUDA graph; the rows that pad are not counted.
     rows = Rows.filled(masked) if fill else Rows.where(masked)
     there = rows.of(again)
     size = size_of_rows(int(there.sum()), len(there), len(keys)) if fill else 0
@@ -183,7 +184,7 @@ class Write(NeedsAllRows):
         shown = plan.shown(self.written.tokens, teacher.process)
         rows = self.rows = plan.open_rows(shown, teacher.process)
         targets = rows.of(self.written.tokens)
-        if self.how is None:
+        if self.how is None:  # the auxiliary alone is updated; the student's pass, which calls this, has no gradient
             with torch.enable_grad():
                 return -self.auxiliary(shown, rows=rows, reduce=Chosen(targets), generated=plan.generated)
         ours = head._replace(rows=head.rows[plan.left])
@@ -300,6 +301,9 @@ class MatchState:
         if not _together():
             texts.index_copy_(0, places, written)
             return
+
+        # An index is written by one process, and 0 marks those that none writes, hence + 1. (The spare row, to which
+        # all write, becomes a sum without meaning, and is never read.)
         everyones = torch.zeros_like(texts).index_copy_(0, places, written + 1)
         torch.distributed.all_reduce(everyones)
         texts.copy_(torch.where(everyones > 0, everyones - 1, texts))

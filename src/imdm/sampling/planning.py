@@ -127,11 +127,15 @@ def turns(planned: Plan, masked: Tensor, *, batch_size: int | None = None) -> tu
     if device.type == "cpu":  # elsewhere their number would be waited for
         place = place[step_of >= 0]
         step_of = step_of[place]
+
+    # A visit is a step that reveals something of a sequence: one evaluation, for all positions that it reveals.
     visit_of = torch.where(step_of >= 0, place // L * N + step_of, B * N)  # (sequence, step), or none
     here = torch.zeros(B * N + 1, dtype=torch.int64, device=device)
     here.scatter_add_(0, visit_of, torch.ones_like(visit_of))
 
-    # On the CPU: which sequences are evaluated at which steps, the turn of each such visit, and its index in it.
+    # On the CPU: which sequences are evaluated at which steps, the turn of each such visit, and its index in it. From
+    # the step `before`, that of its last visit, to this one nothing of a sequence is revealed, so that one split covers
+    # all steps between them: both of its probabilities telescope.
     positions = here.cpu().numpy()[:-1]
     visits = np.flatnonzero(positions)
     sequence, step = visits // N, visits % N
@@ -145,6 +149,8 @@ def turns(planned: Plan, masked: Tensor, *, batch_size: int | None = None) -> tu
     local = np.repeat(_ranks(sizes), revealed)
 
     # On the device: the positions in the order of the turns, the times of all visits, and all of it split into turns.
+    # Positions are sorted by the rank of their visit, stably, so that those of one visit stay in order; those of none
+    # come last and are cut off. All sizes are known on the CPU: nothing here is waited for.
     parts = [count, visits[order], sequence[order], step[order], before[order], local, _ranks(revealed)]
     there = sent(torch.from_numpy(np.concatenate(parts)), device).split([len(part) for part in parts])
     evaluations, sorted_visits, active, now = there[:4]
