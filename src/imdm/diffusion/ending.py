@@ -122,7 +122,7 @@ class Ending:
         return first is not None and ids[first] == self.end
 
     def _first(self, ids: Sequence[int]) -> int | None:
-        """The first of `marks`."""
+        """The first position of one text, as plain numbers, that `marks` finds; None without any."""
         after = ids[1:]
         return min((1 + after.index(mark) for mark in (self.end, self.pad) if mark in after), default=None)
 

@@ -87,9 +87,9 @@ def summed(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradients(grads_of: Any, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """For each head (rows (R, D), weight (V, D)) the gradients of rows, weight and bias (V,), one after another, from
-    grads_of(part, into, wide), which fills one (rows of the part, wide) a head; those of the weights are summed in
-    float32.
+    """The heads' gradients: for each (rows (R, D), weight (V, D)) those of rows, weight and bias (V,), one after
+    another, from grads_of(part, into, wide), which fills one (rows of the part, wide) a head; those of the weights are
+    summed in float32.
 
     The vocabulary is padded to a multiple of 64, with gradients of zero: matmuls are slow in odd sizes.
     """

@@ -72,8 +72,8 @@ def _logit_grads(
     S_D: tl.constexpr, T_D: tl.constexpr, A_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AROUND: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Student: p_ψ − p_T; p_θ·(c − E_θ c); p_θ − p_θ·e^−c / Σ. Auxiliary: p_ψ − 1[v = target]. Times upstream. middle:
-    E_θ c, or log Σ p_θ·e^−c."""
+    """Gradients of the logits. Student: p_ψ − p_T; p_θ·(c − E_θ c); p_θ − p_θ·e^−c / Σ. Auxiliary: p_ψ − 1[v = target].
+    Times upstream. middle: E_θ c, or log Σ p_θ·e^−c."""
     r, v = place(R, V, BM, BN, AROUND)
     s, t, a, c = _laws(
         s_rows, s_weight, s_bias, s_total, t_rows, t_weight, t_bias, t_total, a_rows, a_weight, a_bias, a_total,
@@ -171,8 +171,8 @@ def matched(
     gradient: str,
     clip: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """For three heads (rows, weight, bias) without the token `never`: what `readout.matched` gives (R,), with gradients
-    for the student, and −log p_ψ(target) (R,), with gradients for the auxiliary; float32."""
+    """Both terms of `match` for three heads (rows, weight, bias) without the token `never`: `readout.matched` (R,),
+    with gradients for the student, and −log p_ψ(target) (R,), with gradients for the auxiliary; float32."""
     fixed = (tensor.detach() for tensor in teacher)
     most = MOST if gradient == "ipf" else NO_CLIP
     within = most if clip is None else min(clip, most)

@@ -13,7 +13,8 @@ def _projection_grads(
     q, k, v, cos, sin, out, L, q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l,
     H: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One position: out (3, H, 2·HALF) from the gradients of its rotated q, rotated k, and v."""
+    """The gradient of one position's projection: out (3, H, 2·HALF) from the gradients of its rotated q, rotated k, and
+    v."""
     at = tl.program_id(0).to(tl.int64)
     b, here = at // L, at % L
     h, j = tl.arange(0, BH)[:, None], tl.arange(0, BD)[None, :]

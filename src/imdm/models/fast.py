@@ -69,7 +69,7 @@ def in_precision(model: Model, precision: str, *, compile: bool = False) -> Mode
 
 @dataclass(frozen=True)
 class _Recorded:
-    """beside: other tensors that the graph reads, referenced so that their memory is not freed."""
+    """A captured pass. beside: other tensors that the graph reads, referenced so that their memory is not freed."""
 
     graph: torch.cuda.CUDAGraph
     hidden: Tensor

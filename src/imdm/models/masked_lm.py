@@ -35,7 +35,7 @@ def masked_lm(
     states: bool = False,
     attentions: bool = False,
 ) -> MaskedLMOutput:
-    """`MaskedDiffusionLM.forward` for ids; the arguments are described there."""
+    """Run the network on ids: `MaskedDiffusionLM.forward`, which describes the arguments."""
     from transformers.modeling_outputs import MaskedLMOutput
 
     if (input_ids is None) == (inputs_embeds is None):
@@ -121,7 +121,7 @@ def _checked_embeddings(model: MaskedLM, x: Tensor, noise: Any) -> Tensor:
 
 
 def _where_text(attention_mask: Tensor | None, shape: Any) -> Tensor | None:
-    """Where there is no padding, (B, L); None without any padding. A row of padding only attends to itself."""
+    """Where the text is, not padding, (B, L); None without any padding. A row of padding only attends to itself."""
     rows = _as_rows("attention_mask", attention_mask, shape)
     if rows is None:
         return None

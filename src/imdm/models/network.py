@@ -266,7 +266,7 @@ class Network(nn.Module):
         return self.backbone.is_compiled
 
     def head(self, rows: Tensor) -> Tensor:
-        """SUBS: the mask is never predicted. Log-probabilities in float32."""
+        """Log-probabilities of rows, in float32. SUBS: the mask is never predicted."""
         return self.head_of(rows).log_probs()
 
     def head_of(self, rows: Tensor) -> Head:

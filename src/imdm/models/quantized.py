@@ -50,7 +50,7 @@ def unpack(packed: Packed, shape: tuple[int, ...]) -> Tensor:
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
-    """unpack(pack(weight, bits))."""
+    """The matrix as it is after quantising: unpack(pack(weight, bits))."""
     codes, scale = _rounded(weight, bits)
     return torch.from_numpy(_dequantised(codes, scale, bits, tuple(weight.shape)))
 

@@ -53,7 +53,8 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounding:
-    """bits: of each matrix, by name; moved: the change of the whole model's distribution."""
+    """What rounding does to a model. bits: of each matrix, by name; moved: the change of the whole model's
+    distribution."""
 
     bits: dict[str, int]
     moved: Move

@@ -188,7 +188,7 @@ def look_ahead(
 
 @contextmanager
 def _still(model: MaskedDiffusionLM) -> Iterator[None]:
-    """No dropout inside this block."""
+    """Run a model without dropout inside this block."""
     training = model.training
     model.eval()
     try:

@@ -337,8 +337,8 @@ class Match(Objective):
         phase, keys = self.phases[0 if step.companion is None else step.companion.phase], step.keys()
 
         # Own texts lie in a ring, `new` more each step, and are numbered since the start of the run. One of the last
-        # `there` is recalled, which leaves out those whose places this step fills. The step and the slot in which it was
-        # drawn, in that step's last update, follow from its number, and from these the keys of its noise (`kept`).
+        # `there` is recalled, which leaves out those whose places this step fills. Its number says in which step, at
+        # its last update, and in which slot it was drawn, and so the keys of its noise (`kept`).
         new, capacity = self.texts(step.batch)
         there = min(step.index * new, capacity - new)
         number = step.index * new - 1 - (uniform(keys, Purpose.DATA) * there).long()  # of the own text, since the start
@@ -527,8 +527,9 @@ class Match(Objective):
         return {"kl_bound": theirs - ours, **gap, "given_noise": float(torch.cat(open_).double().mean())}
 
     def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
-        """Collapse: the pooled entropy lacks more than half a nat, three evaluations in a row in the second half of the
-        run. Drift: the score is worse by a tenth than the best, and has been for five evaluations."""
+        """A warning of collapse or drift. Collapse: the pooled entropy lacks more than half a nat, three evaluations in
+        a row in the second half of the run. Drift: the score is worse by a tenth than the best, and has been for five
+        evaluations."""
         late = [row["pooled_lacking"] for step, row in signals if step >= steps / 2]
         if len(late) >= 3 and min(late[-3:]) > COLLAPSED:
             return (

@@ -133,7 +133,7 @@ class Backbone(nn.Module):
 
     @property
     def about(self) -> str:
-        """A short description."""
+        """A short description of the backbone."""
         return f"backbone {self.settings.kind} of width {self.config.width}"
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
@@ -181,12 +181,12 @@ class Backbone(nn.Module):
         raise UserError(f"training.checkpoint_blocks: backbone {self.settings.kind!r} has no such option; leave it out")
 
     def open_attention(self, share: float, key: Tensor) -> None:
-        """Where `opens`: in training, each position attends to this share of the later positions, drawn from `key`; 1:
-        all."""
+        """Open the attention of a causal model gradually, where `opens`: in training, each position attends to this
+        share of the later positions, drawn from `key`; 1: all."""
         raise NotImplementedError
 
     def check_opening(self) -> None:
-        """Where `opens`: refuse a model whose attention mask cannot be opened gradually."""
+        """Refuse a model whose attention mask cannot be opened gradually, where `opens`."""
 
     def compile_trunk(self, *, training: bool) -> None:
         """Fuse small operations (`torch.compile`) from the next batch on, in training or in evaluation mode. Does
@@ -215,22 +215,22 @@ class Backbone(nn.Module):
         return None
 
     def get_network(self) -> Any:
-        """Where `owns_embedding`: the wrapped model of `transformers`."""
+        """The wrapped model of `transformers`, where `owns_embedding`."""
         raise NotImplementedError
 
     def set_network(self, network: Any) -> None:
-        """Where `owns_embedding`: replace the wrapped model."""
+        """Replace the wrapped model, where `owns_embedding`."""
         raise NotImplementedError
 
     @property
     def embedding(self) -> nn.Module:
-        """Where `owns_embedding`: the token embedding."""
+        """The token embedding, where `owns_embedding`."""
         raise NotImplementedError
 
     @property
     def output(self) -> Any:
-        """Where `owns_embedding`: maps rows of hidden states to logits; a linear layer, or a function of rows with
-        `out_features`."""
+        """The map from rows of hidden states to logits, where `owns_embedding`: a linear layer, or a function of rows
+        with `out_features`."""
         raise NotImplementedError
 
     def unrounded(self) -> AbstractContextManager[None]:

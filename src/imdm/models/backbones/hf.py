@@ -171,7 +171,7 @@ class HF(Backbone):
         return output.last_hidden_state, output.past_key_values
 
     def fixed_cache(self, length: int) -> Any:
-        """Only where every layer attends to all positions before."""
+        """A cache of fixed length, only where every layer attends to all positions before."""
         from transformers import StaticCache
         from transformers.cache_utils import StaticLayer
 
@@ -240,7 +240,7 @@ class HF(Backbone):
         return self._mask(torch.ones((1, 1, length, length), dtype=torch.bool, device=like.device), like, eager)
 
     def _mask(self, visible: Tensor, like: Tensor, eager: bool = False) -> Tensor:
-        """`visible` in the form that the model's attention expects: eager attention adds it to the scores."""
+        """The mask `visible` in the form that the model's attention expects: eager attention adds it to the scores."""
         if not eager and self.lm.config._attn_implementation != "eager":
             return visible
         return like.new_zeros(visible.shape).masked_fill(~visible, torch.finfo(like.dtype).min)
@@ -254,7 +254,7 @@ class HF(Backbone):
         return {"attention_mask": self._mask(visible[None, None], like).expand(len(x), -1, -1, -1)}
 
     def checkpoint_blocks(self) -> None:
-        """By `transformers`; dropout masks are the same in the recomputation."""
+        """Recompute blocks in the backward pass, by `transformers`; dropout masks are the same in the recomputation."""
         how = {"use_reentrant": False, "preserve_rng_state": self.config.dropout > 0 or self.drops}
         try:
             self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
@@ -374,7 +374,7 @@ class HF(Backbone):
             raise UserError(f"{kind!r} models give other results with their cache of keys and values; {instead}")
 
     def set_dropout(self, rate: float) -> None:
-        """One rate for all dropout: hidden states, attention."""
+        """Set one rate for all dropout: hidden states, attention."""
         for module in self.lm.modules():
             if isinstance(module, nn.Dropout):
                 module.p = rate
