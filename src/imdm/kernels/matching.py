@@ -60,9 +60,9 @@ def _value_sums(
     elif KIND == 1:
         tl.store(value + at, tl.sum(tl.exp(s) * c, axis=1), mask=r < R)
     else:
-        moved = tl.exp(s - c)
-        tl.store(value + at, tl.sum(-c * moved, axis=1), mask=r < R)
-        tl.store(mass + at, tl.sum(moved, axis=1), mask=r < R)
+        target = tl.exp(s - c)
+        tl.store(value + at, tl.sum(-c * target, axis=1), mask=r < R)
+        tl.store(mass + at, tl.sum(target, axis=1), mask=r < R)
 
 
 @triton.jit
@@ -113,13 +113,13 @@ class _Matched(torch.autograd.Function):
             )
         ]
         # Four tensors a head, which kernels and the backward pass count on: rows, weight, bias, log of the normaliser.
-        read = [part for head in heads for part in (*head, summed(*tile_sums(*head, never))[0])]
+        tensors = [part for head in heads for part in (*head, summed(*tile_sums(*head, never))[0])]
         (R, V), depths = (len(s_rows), len(s_weight)), _depths(heads)
         value = torch.empty(R, triton.cdiv(V, TILE), device=s_rows.device)
         mass = torch.empty_like(value)
         if R:
             _value_sums[grid(R, V, SIZE["BM"], TILE)](
-                *read, value, mass, R, V, never, clip, **depths, **SIZE, KIND=kind
+                *tensors, value, mass, R, V, never, clip, **depths, **SIZE, KIND=kind
             )
 
         # Tiles add up: log-probabilities are already normalised. `ipf` has two sums, and with Z = Σ p_θ·e^−c its value
@@ -130,31 +130,31 @@ class _Matched(torch.autograd.Function):
             whole = mass.sum(1)
             middle = whole.log()
             values = values / whole - middle
-        rows, weight, bias, total = read[8:]
+        rows, weight, bias, total = tensors[8:]
         logit = (rows.float() * weight[targets].float()).sum(-1) + bias[targets].float()
-        ctx.save_for_backward(*read, middle, targets)
+        ctx.save_for_backward(*tensors, middle, targets)
         ctx.settings = never, kind, clip
         return values, total - logit
 
     @staticmethod
     def backward(ctx: Any, s_upstream: Tensor, a_upstream: Tensor) -> Any:
-        *read, middle, targets = ctx.saved_tensors
+        *tensors, middle, targets = ctx.saved_tensors
         never, kind, clip = ctx.settings
-        heads = [tuple(read[4 * i : 4 * i + 3]) for i in range(3)]
-        V, depths = len(read[1]), _depths(heads)
+        heads = [tuple(tensors[4 * i : 4 * i + 3]) for i in range(3)]
+        V, depths = len(tensors[1]), _depths(heads)
         s_upstream, a_upstream = s_upstream.contiguous(), a_upstream.contiguous()
 
         def grads_of(part: slice, into: list[Tensor], wide: int) -> None:
             R = len(into[0])
             # Weights and biases, second and third of each four, as they are; of all else some rows.
-            some = [tensor if number % 4 in (1, 2) else tensor[part] for number, tensor in enumerate(read)]
+            some = [tensor if number % 4 in (1, 2) else tensor[part] for number, tensor in enumerate(tensors)]
             _logit_grads[grid(R, V, SIZE["BM"], TILE)](
                 *some, middle[part], targets[part], s_upstream[part], a_upstream[part], *into, R, V, wide, never, clip,
                 **depths, **SIZE, KIND=kind,
             )  # fmt: skip
 
         # Of student and auxiliary, from one pass over all three heads; the teacher has no gradient.
-        grads = gradients(grads_of, (read[0], read[1]), (read[8], read[9]))
+        grads = gradients(grads_of, (tensors[0], tensors[1]), (tensors[8], tensors[9]))
         return *grads, *[None] * 7
 
 

@@ -219,8 +219,8 @@ def match_rows(
         log_psi = auxiliary._replace(rows=others).log_probs()
         with torch.no_grad():
             log_teacher = teacher.log_probs(part)
-        pushed = matched(gradient, student._replace(rows=ours).log_probs(), log_teacher, log_psi, clip)
-        return torch.stack((pushed, -Chosen(targets)(log_psi, part)), 1)
+        push = matched(gradient, student._replace(rows=ours).log_probs(), log_teacher, log_psi, clip)
+        return torch.stack((push, -Chosen(targets)(log_psi, part)), 1)
 
     size = max(1, AT_ONCE // student.layer.out_features // 3)
     return _in_parts(chunk, (student.rows, auxiliary.rows), size)

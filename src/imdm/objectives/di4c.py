@@ -219,13 +219,13 @@ class _Compare:
         M = self.latents
         some = slice(part.start // M, part.start // M + len(rows) // M)
         log_p = rows.unflatten(0, (-1, M)).clamp(min=NEVER)  # (G, M, V)
-        mixed = mixture_log(log_p)  # (G, V)
+        mixture = mixture_log(log_p)  # (G, V)
         with torch.no_grad():
             teacher, later = self._teacher(some), self._later(some)
             tokens = self.texts[self.row[some], :, self.position[some]]  # (G, 1 + M)
         chosen = log_p.gather(-1, tokens[:, None].expand(-1, M, -1)).flatten(1)
         each = kl(teacher[:, None], log_p).mean(1)
-        return torch.cat((chosen, torch.stack((each, kl(teacher, mixed), kl(later, mixed)), 1)), 1)
+        return torch.cat((chosen, torch.stack((each, kl(teacher, mixture), kl(later, mixture)), 1)), 1)
 
     def _teacher(self, some: slice) -> Tensor:
         """The teacher's marginals at z_t: (G, V)."""

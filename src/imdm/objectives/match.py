@@ -275,9 +275,9 @@ class Match(Objective):
         teacher = Pass(FROZEN, trained=False, rows=left, heads=0.0)
         share, many = self.looks / (run.steps * run.batch), min(many_steps(run.length), run.length)
         reads = READINGS * (len(TEMPERATURES) + run.looks * len(self.steps))
-        read = Pass(FROZEN, False, share * (len(TEMPERATURES) * many + reads), 0.0, 0.0)
-        written = Pass(STUDENT, False, share * run.looks * sum(min(N, run.length) for N in self.steps), 0.0, 0.0)
-        return (*sampling * (self.auxiliary.updates - 1), *last, teacher, read, written)
+        reading = Pass(FROZEN, False, share * (len(TEMPERATURES) * many + reads), 0.0, 0.0)
+        writing = Pass(STUDENT, False, share * run.looks * sum(min(N, run.length) for N in self.steps), 0.0, 0.0)
+        return (*sampling * (self.auxiliary.updates - 1), *last, teacher, reading, writing)
 
     def masked(self) -> tuple[float, float]:
         """The mean shares of positions that are masked in z_t, and still in z̃."""
@@ -409,12 +409,12 @@ class Match(Objective):
             return nll.sum() / x.numel()
 
         # 4. The student's term counts where it drew the token itself; weight is n/k of `evenly_masked` (`soft`).
-        pushed = rows.counting(terms[:, 0])
+        push = rows.counting(terms[:, 0])
         if write.written.own is not None:
-            pushed = torch.where(rows.of(write.written.own), pushed, 0.0)
+            push = torch.where(rows.of(write.written.own), push, 0.0)
         if plan.weight is not None:
-            pushed = pushed * plan.weight[rows.sequence]
-        return {STUDENT: pushed.sum() / x.numel(), AUXILIARY: nll.sum() / x.numel()}
+            push = push * plan.weight[rows.sequence]
+        return {STUDENT: push.sum() / x.numel(), AUXILIARY: nll.sum() / x.numel()}
 
     def fixed(self, companion: MatchState) -> int:
         return companion.phase
@@ -522,8 +522,8 @@ class Match(Objective):
             teacher_nll.append(-companion.model(shown, rows=rows, reduce=chosen)[there])
             auxiliary_nll.append(-auxiliary(shown, rows=rows, reduce=chosen, generated=plan.generated)[there])
         ours, theirs = float(torch.cat(auxiliary_nll).double().mean()), float(torch.cat(teacher_nll).double().mean())
-        trained = companion.counted()
-        gap = {} if trained is None else {"auxiliary_gap": ours - trained}
+        training_nll = companion.counted()
+        gap = {} if training_nll is None else {"auxiliary_gap": ours - training_nll}
         return {"kl_bound": theirs - ours, **gap, "given_noise": float(torch.cat(open_).double().mean())}
 
     def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:

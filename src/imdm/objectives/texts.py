@@ -67,13 +67,13 @@ def text_stats(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> TextS
             hidden = texts[part].masked_fill(masked[part], process.mask_id)
             state = process.noised(hidden, (many[part] / L).float(), key[part])
             rows = Rows.where(state.masked)
-            missed = -teacher(state, rows=rows, reduce=Chosen(rows.of(texts[part]))).double()
-            nlls[part] += (missed.new_zeros(len(part)).index_add(0, rows.sequence, missed) / many[part]) / READINGS
+            losses = -teacher(state, rows=rows, reduce=Chosen(rows.of(texts[part]))).double()
+            nlls[part] += (losses.new_zeros(len(part)).index_add(0, rows.sequence, losses) / many[part]) / READINGS
     home = texts.cpu()
     size = lengths(home, process.ending)
     nll = float(nlls.mean() if size is None else L * nlls.sum() / (size - 1).sum().clamp(min=1))  # all may be empty
-    begun = home if size is None else home[size >= L // QUARTER, : L // QUARTER]
-    entropy = sample_entropy(begun) if len(begun) else sample_entropy(home, size)
+    starts = home if size is None else home[size >= L // QUARTER, : L // QUARTER]
+    entropy = sample_entropy(starts) if len(starts) else sample_entropy(home, size)
     tokens = torch.zeros(1) if size is None else size.double()
     length, spread = float(tokens.mean()), float(tokens.std(correction=0))
     return TextStats(

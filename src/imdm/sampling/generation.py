@@ -68,5 +68,5 @@ class Generation:
 
     def to(self, device: torch.device) -> Generation:
         """This generation on another device, without its trace."""
-        moved = {name: column.to(device) for name, column in vars(self).items() if isinstance(column, Tensor)}
-        return replace(self, **moved, trace=None)
+        columns = {name: column.to(device) for name, column in vars(self).items() if isinstance(column, Tensor)}
+        return replace(self, **columns, trace=None)
