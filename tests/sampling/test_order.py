@@ -20,7 +20,7 @@ from imdm.exporting import export, export_transformers
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model
 from imdm.sampling import Sampling, plan, sample, time_grid
-from imdm.sampling.planning import spread
+from imdm.sampling.planning import spread_order
 from imdm.theory import ExactMarginals
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
@@ -46,7 +46,7 @@ def test_each_position_is_revealed_when_the_process_says(schedule: object, steps
 @pytest.mark.parametrize("steps", [2, 3, 4, 6, 8, 11, 16])
 def test_positions_of_a_step_are_as_far_apart_as_there_are_steps(steps: int) -> None:
     """And after 2ʲ of 2ᵐ steps the visible positions are 2ᵐ⁻ʲ apart."""
-    at = steps - 1 - (spread(KEYS[:200], 64, steps) * steps).long()  # large numbers are revealed first
+    at = steps - 1 - (spread_order(KEYS[:200], 64, steps) * steps).long()  # large numbers are revealed first
     assert at[:, 0].unique().tolist() == list(range(steps))
     for row in at:
         for k in range(steps):

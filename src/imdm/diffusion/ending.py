@@ -45,8 +45,8 @@ class Ending:
 
     def marks(self, tokens: Tensor) -> Tensor:
         """Where the end token or padding is, except in the first position: (…, L)."""
-        found = (tokens == self.end) | (tokens == self.pad)
-        return found & (torch.arange(tokens.shape[-1], device=tokens.device) > 0)
+        ends = (tokens == self.end) | (tokens == self.pad)
+        return ends & (torch.arange(tokens.shape[-1], device=tokens.device) > 0)
 
     def ended(self, tokens: Tensor) -> Tensor:
         """The positions after the first end or padding token, (…, L): they count as padding, whatever they hold."""
@@ -80,20 +80,20 @@ class Ending:
         pads, both = self._edges(padding, end)
         return torch.where(v < pads, self.pad, torch.where(v < both, self.end, tokens))
 
-    def slice_of(self, log_probs: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
-        """The interval of v for which distributions (R, V) give what `said` (R,) is: end, padding or any other
-        token."""
+    def slice_of(self, log_probs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The interval of v for which distributions (R, V) give a token of the kind of `tokens` (R,): end, padding
+        or any other."""
         pads, both = self._edges(log_probs[:, self.pad].exp(), log_probs[:, self.end].exp())
-        is_end, is_pad = said == self.end, (said == self.pad) & (self.pad != self.end)
+        is_end, is_pad = tokens == self.end, (tokens == self.pad) & (self.pad != self.end)
         first = torch.where(is_pad, 0.0, torch.where(is_end, pads, both))
         return first, torch.where(is_pad, pads, torch.where(is_end, both, 1.0))
 
-    def text_within(self, log_probs: Tensor, said: Tensor) -> Tensor:
-        """log p (R,) of the tokens `said` (R,) under distributions (R, V), given that they are neither end nor padding;
+    def text_within(self, log_probs: Tensor, tokens: Tensor) -> Tensor:
+        """log p (R,) of `tokens` (R,) under distributions (R, V), given that they are neither end nor padding;
         0 where they are."""
         never = self.among(log_probs.shape[-1], log_probs.device)
-        others = torch.log_softmax(log_probs.masked_fill(never, -torch.inf), -1).gather(-1, said[:, None])[:, 0]
-        return torch.where(never[said], 0.0, others)
+        others = torch.log_softmax(log_probs.masked_fill(never, -torch.inf), -1).gather(-1, tokens[:, None])[:, 0]
+        return torch.where(never[tokens], 0.0, others)
 
     def _edges(self, padding: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
         """The v below which a position is padding, and that below which it is padding or the end. If both are one id,
@@ -112,17 +112,17 @@ class Ending:
         return (self.marks(tokens) & ~self.ended(tokens) & (tokens == self.end)).any(-1)
 
     def length_of(self, ids: Sequence[int]) -> int:
-        """`lengths` of one row of plain numbers."""
+        """The tokens of one text, as plain numbers, up to its first end and with it: `lengths` of a single row."""
         first = self._first(ids)
         return len(ids) if first is None else first + (ids[first] == self.end)
 
     def has_end(self, ids: Sequence[int]) -> bool:
-        """`finished` of one row of plain numbers."""
+        """Whether one text, as plain numbers, has an end: `finished` of a single row."""
         first = self._first(ids)
         return first is not None and ids[first] == self.end
 
     def _first(self, ids: Sequence[int]) -> int | None:
-        """The first of `marks`."""
+        """The first position of one text, as plain numbers, that `marks` finds; None without any."""
         after = ids[1:]
         return min((1 + after.index(mark) for mark in (self.end, self.pad) if mark in after), default=None)
 

@@ -121,7 +121,7 @@ def _signed(seed: int) -> int:
 def bits(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0, blocks: int = 1) -> Tensor:
     """Random 32-bit words for every (key, a, b), which broadcast: (..., 4·blocks), int64."""
     if _in_arrays(key):
-        return torch.from_numpy(_words(key, purpose, a, b, blocks).astype(np.int64))
+        return torch.from_numpy(_numpy_words(key, purpose, a, b, blocks).astype(np.int64))
     device = key.device
     every = (as_key(value, device) for value in (key, a, b))
     key, first, second = (value.unsqueeze(-1) for value in torch.broadcast_tensors(*every))
@@ -136,7 +136,7 @@ def _in_arrays(key: Tensor) -> bool:
     return key.device.type == "cpu" and type(key) is Tensor
 
 
-def _words(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, blocks: int = 1) -> np.ndarray:
+def _numpy_words(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, blocks: int = 1) -> np.ndarray:
     """The words of every (key, a, b) on a CPU: (..., 4·blocks), uint32.
 
     The same as `philox`, but each word has 32 bits, so that sums wrap around by themselves, and both halves of a
@@ -203,7 +203,7 @@ def symmetric(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, d
         return fast.symmetric(key, int(purpose), a, b, dim)
     blocks = math.ceil(dim / 4)
     if _in_arrays(key):
-        words = torch.from_numpy(_words(key, purpose, a, b, blocks).view(np.int32))
+        words = torch.from_numpy(_numpy_words(key, purpose, a, b, blocks).view(np.int32))
     else:
         words = bits(key, purpose, a, b, blocks)
     return centred(words[..., :dim])

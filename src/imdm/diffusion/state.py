@@ -30,7 +30,8 @@ class Rows(NamedTuple):
 
     @classmethod
     def filled(cls, chosen: Tensor) -> Rows:
-        """The same, padded with others that are not counted, so that R has few sizes."""
+        """The positions at which `chosen` (B, L) is True, padded with others that are not counted, so that R has few
+        sizes."""
         flat, length = chosen.flatten(), chosen.shape[1]
         at = filled_places(flat, size_of_rows(int(flat.sum()), len(flat), len(chosen)))
         return cls(at // length, at % length, counted=flat[at])
@@ -63,8 +64,8 @@ def filled_places(chosen: Tensor, size: int) -> Tensor:
     """The indices where `chosen` (n,) is True, at most `size` ≤ n of them, padded with the first others, in order:
     (size,). No synchronisation with the GPU."""
     others = ~chosen
-    taken = chosen | (others & (others.cumsum(0) <= size - chosen.sum()))
-    into = torch.where(taken, taken.cumsum(0) - 1, size)  # the rest goes to the last slot, which is cut off
+    selection = chosen | (others & (others.cumsum(0) <= size - chosen.sum()))
+    into = torch.where(selection, selection.cumsum(0) - 1, size)  # the rest goes to the last slot, which is cut off
     places = torch.empty(size + 1, dtype=torch.int64, device=chosen.device)
     return places.scatter_(0, into, torch.arange(len(chosen), device=chosen.device))[:size]
 
@@ -100,7 +101,7 @@ class Noised:
         return Noised(self.tokens[index], self.masked[index], noise, self.t[index], latent, keys)
 
     def filled(self, many: int, mask_id: int) -> Noised:
-        """The same, padded with masked sequences to `many` in all."""
+        """This batch, padded with masked sequences to `many` in all."""
         more = many - len(self.tokens)
         if not more:
             return self
@@ -114,11 +115,11 @@ class Noised:
         return Noised(tokens, masked, noise, longer(self.t), latent, keys)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        held = (self.tokens, self.masked, self.noise, self.t, self.latent, self.keys)
-        return tuple(tensor for tensor in held if tensor is not None)
+        parts = (self.tokens, self.masked, self.noise, self.t, self.latent, self.keys)
+        return tuple(tensor for tensor in parts if tensor is not None)
 
     def dropping(self, keys: Tensor) -> Noised:
-        """The same with random keys (B,) for dropout."""
+        """This state with random keys (B,) for dropout."""
         return replace(self, keys=keys)
 
     def with_noise(self, noise: Tensor | None) -> Noised:

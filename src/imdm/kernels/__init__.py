@@ -20,5 +20,5 @@ def kernels(name: str) -> Any:
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether a layer is a plain linear layer, so that a fused kernel can replace it."""
-    known = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
-    return known and not (layer._forward_hooks or layer._forward_pre_hooks)
+    linear = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    return linear and not (layer._forward_hooks or layer._forward_pre_hooks)

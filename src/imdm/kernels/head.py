@@ -62,7 +62,7 @@ def _tile_sums(
     tl.store(total + at, tl.sum(tl.exp(logits - safe[:, None]), axis=1), mask=r < R)
 
 
-def sizes(exact: bool) -> dict[str, int]:
+def block_sizes(exact: bool) -> dict[str, int]:
     """Block sizes for matmuls in float32 or in half precision."""
     if exact:
         return {"BM": 64, "BN": TILE, "BK": 32, "AROUND": AROUND}
@@ -79,7 +79,7 @@ def tile_sums(rows: Tensor, weight: Tensor, bias: Tensor, never: int) -> tuple[T
     largest = torch.empty(R, triton.cdiv(V, TILE), device=rows.device)
     total = torch.empty_like(largest)
     exact = weight.dtype == torch.float32
-    size = sizes(exact)
+    size = block_sizes(exact)
     if R:
         _tile_sums[grid(R, V, size["BM"], TILE)](
             rows, weight, bias, largest, total, R, V, never, D=D, EXACT=exact, **size

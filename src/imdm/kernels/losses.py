@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from imdm.kernels.head import AROUND, TILE, grid, logits_of, place, sizes, tile_sums
+from imdm.kernels.head import AROUND, TILE, block_sizes, grid, logits_of, place, tile_sums
 
 AT_ONCE = 1 << 29  # elements of the gradients (some rows, V) that are held at a time
 
@@ -28,12 +28,12 @@ def _chosen_grads(
     """∂ log p(target) / ∂ logits, times upstream: 1[v = target] − p(v)."""
     r, v = place(R, V, BM, BN, AROUND)
     logits = logits_of(rows, weight, bias, r, v, R, V, never, D, BM, BN, BK, False)
-    known = r < R
-    p = tl.exp(logits - tl.load(total + r, mask=known, other=0.0)[:, None])
-    hit = v[None, :] == tl.load(targets + r, mask=known, other=0)[:, None]
-    grad = tl.load(upstream + r, mask=known, other=0.0)[:, None] * (tl.where(hit, 1.0, 0.0) - p)
+    valid = r < R
+    p = tl.exp(logits - tl.load(total + r, mask=valid, other=0.0)[:, None])
+    hit = v[None, :] == tl.load(targets + r, mask=valid, other=0)[:, None]
+    grad = tl.load(upstream + r, mask=valid, other=0.0)[:, None] * (tl.where(hit, 1.0, 0.0) - p)
     at = grads + r.to(tl.int64)[:, None] * wide + v[None, :]
-    tl.store(at, grad.to(grads.dtype.element_ty), mask=known[:, None] & (v < wide)[None, :])
+    tl.store(at, grad.to(grads.dtype.element_ty), mask=valid[:, None] & (v < wide)[None, :])
 
 
 @triton.jit
@@ -42,11 +42,12 @@ def _kl_sums(
     D: tl.constexpr, OTHER_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     AROUND: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile of p: its largest logit, Σ exp(logit − largest), and Σ exp(logit − largest)·(logit − other's)."""
+    """KL's sums over each tile of p: its largest logit, Σ exp(logit − largest), and Σ exp(logit − largest)·(logit −
+    other's)."""
     r, v = place(R, V, BM, BN, AROUND)
     logits = logits_of(rows, weight, bias, r, v, R, V, never, D, BM, BN, BK, False)
     others = logits_of(other_rows, other_weight, other_bias, r, v, R, V, never, OTHER_D, BM, BN, BK, False)
-    top = tl.max(logits, axis=1)
+    top = tl.max(logits, axis=1)  # −∞ where `never` is the tile's only token; −∞ − −∞ would be NaN
     e = tl.exp(logits - tl.where(top == float("-inf"), 0.0, top)[:, None])
     difference = tl.where(((v < V) & (v != never))[None, :], logits - others, 0.0)
     at = r.to(tl.int64) * tl.cdiv(V, BN) + tl.min(v, axis=0) // BN
@@ -65,17 +66,17 @@ def _kl_grads(
     r, v = place(R, V, BM, BN, AROUND)
     logits = logits_of(rows, weight, bias, r, v, R, V, never, D, BM, BN, BK, False)
     others = logits_of(other_rows, other_weight, other_bias, r, v, R, V, never, OTHER_D, BM, BN, BK, False)
-    known = r < R
-    log_p = logits - tl.load(total + r, mask=known, other=0.0)[:, None]
-    log_q = others - tl.load(other_total + r, mask=known, other=0.0)[:, None]
+    valid = r < R
+    log_p = logits - tl.load(total + r, mask=valid, other=0.0)[:, None]
+    log_q = others - tl.load(other_total + r, mask=valid, other=0.0)[:, None]
     if FORWARD:
         grad = tl.exp(log_p) - tl.exp(log_q)
     else:
         ratio = tl.where(((v < V) & (v != never))[None, :], log_p - log_q, 0.0)
-        grad = tl.exp(log_p) * (ratio - tl.load(divergence + r, mask=known, other=0.0)[:, None])
-    grad = tl.load(upstream + r, mask=known, other=0.0)[:, None] * grad
+        grad = tl.exp(log_p) * (ratio - tl.load(divergence + r, mask=valid, other=0.0)[:, None])
+    grad = tl.load(upstream + r, mask=valid, other=0.0)[:, None] * grad
     at = grads + r.to(tl.int64)[:, None] * wide + v[None, :]
-    tl.store(at, grad.to(grads.dtype.element_ty), mask=known[:, None] & (v < wide)[None, :])
+    tl.store(at, grad.to(grads.dtype.element_ty), mask=valid[:, None] & (v < wide)[None, :])
 
 
 def summed(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,9 +87,9 @@ def summed(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradients(grads_of: Any, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """For each head (rows (R, D), weight (V, D)) the gradients of rows, weight and bias (V,), one after another, from
-    grads_of(part, into, wide), which fills one (rows of the part, wide) a head; those of the weights are summed in
-    float32.
+    """The heads' gradients: for each (rows (R, D), weight (V, D)) those of rows, weight and bias (V,), one after
+    another, from grads_of(part, into, wide), which fills one (rows of the part, wide) a head; those of the weights are
+    summed in float32.
 
     The vocabulary is padded to a multiple of 64, with gradients of zero: matmuls are slow in odd sizes.
     """
@@ -100,6 +101,9 @@ def gradients(grads_of: Any, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, ...
     of_rows = [torch.empty(rows.shape, device=device) for rows, _ in heads]
     of_weight = [torch.zeros(wide, rows.shape[1], device=device) for rows, _ in heads]
     of_bias = [torch.zeros(wide, device=device) for _ in heads]
+
+    # The gradients of all logits would be (R, V): they are computed into the same buffers for some rows after others,
+    # and turned into those of rows and weights by matmuls before the next overwrite them.
     for first in range(0, R, size):
         part = slice(first, min(first + size, R))
         grads = [buffer[: part.stop - first] for buffer in buffers]
@@ -109,9 +113,9 @@ def gradients(grads_of: Any, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, ...
             of_weight[number] += product(grads[number].T, rows[part])
             of_bias[number] += grads[number].sum(0, dtype=torch.float32)
     return tuple(
-        found
+        grad
         for rows, weight, bias in zip(of_rows, of_weight, of_bias, strict=True)
-        for found in (rows, weight[:V], bias[:V])
+        for grad in (rows, weight[:V], bias[:V])
     )
 
 
@@ -140,7 +144,7 @@ class _Chosen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         rows, weight, bias, targets, total = ctx.saved_tensors
-        V, size = len(weight), sizes(False)
+        V, size = len(weight), block_sizes(False)
 
         def grads_of(part: slice, into: list[Tensor], wide: int) -> None:
             some, R = rows[part], len(into[0])
@@ -168,10 +172,15 @@ class _KL(torch.autograd.Function):
                 *from_law, *to_law, largest, total, cross, R, V, never,
                 D=from_law[0].shape[1], OTHER_D=to_law[0].shape[1], **size,
             )  # fmt: skip
+
+        # KL(p ‖ q) = E_p[logit − other's] − log Z_p + log Z_q. The expectation is a ratio of sums over the tiles of p,
+        # each relative to the tile's largest logit, until `factor` relates all of them to the row's.
         of_from, factor = summed(largest, total)
         of_to, _ = summed(*tile_sums(*to_law, never))
         mean = (cross * factor).sum(1) / (total * factor).sum(1)  # of logit − other's
         divergence = mean - of_from + of_to
+
+        # For the gradient p is the student's law in both directions, as the teacher is fixed.
         totals = (of_to, of_from) if forward else (of_from, of_to)
         ctx.save_for_backward(*ours, *others, *totals, divergence)
         ctx.never, ctx.forward_kl = never, forward

@@ -9,11 +9,12 @@ from torch import Tensor
 
 
 @triton.jit
-def _turned_back(
+def _projection_grads(
     q, k, v, cos, sin, out, L, q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l,
     H: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One position: out (3, H, 2·HALF) from the gradients of its rotated q, rotated k, and v."""
+    """The gradient of one position's projection: out (3, H, 2·HALF) from the gradients of its rotated q, rotated k, and
+    v."""
     at = tl.program_id(0).to(tl.int64)
     b, here = at // L, at % L
     h, j = tl.arange(0, BH)[:, None], tl.arange(0, BD)[None, :]
@@ -45,7 +46,7 @@ def turned_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Te
     parts = [part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v)]
     out = torch.empty(B, L, 3 * H * d, dtype=q.dtype, device=q.device)
     strides = [part.stride(axis) for part in parts for axis in (0, 1, 2)]
-    _turned_back[(B * L,)](
+    _projection_grads[(B * L,)](
         *parts, cos.contiguous(), sin.contiguous(), out, L, *strides,
         H=H, HALF=d // 2, BH=triton.next_power_of_2(H), BD=triton.next_power_of_2(d // 2),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from imdm.core.errors import UserError, is_out_of_memory, reason_of, shown
 from imdm.core.hub import hub_for
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.face import MaskedLM
-from imdm.models.quantized import opened
+from imdm.models.quantized import loading_source
 from imdm.models.saving import ATTENTION, check_fit, check_plain, check_saved, save_whole
 
 AS_SAVED = {"dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "attn_implementation"}
@@ -34,20 +34,20 @@ class MaskedDiffusionLM(MaskedLM):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`, but from safetensors only, and weights that do not fit are refused: `transformers`
-        would initialise a missing layer at random. With `output_loading_info` they are reported instead. `mask=...`
-        loads an MDM as an IMDM with identical log-probabilities."""
+        """Load a model as in `transformers`, but from safetensors only, and weights that do not fit are refused:
+        `transformers` would initialise a missing layer at random. With `output_loading_info` they are reported instead.
+        `mask=...` loads an MDM as an IMDM with identical log-probabilities."""
         where, folder = f"model {str(pretrained_model_name_or_path)!r}", Path(str(pretrained_model_name_or_path))
         new_mask, tells = "mask" in kwargs, kwargs.pop("output_loading_info", False)
         as_saved = folder.is_dir() and not kwargs.keys() - AS_SAVED
         kwargs |= {"use_safetensors": True, "output_loading_info": True}
         register()
-        _check_given(kwargs)
+        _check_arguments(kwargs)
         if folder.is_dir():
             check_plain(folder / (kwargs.get("subfolder") or ""), where)
         try:
             with hub_for(folder):
-                source, kwargs = opened(cls.config_class, pretrained_model_name_or_path, kwargs)
+                source, kwargs = loading_source(cls.config_class, pretrained_model_name_or_path, kwargs)
                 loaded: Any = super().from_pretrained(source, *args, **kwargs)
         except RuntimeError as error:
             if is_out_of_memory(error) or "meta device" in str(error):
@@ -70,7 +70,8 @@ class MaskedDiffusionLM(MaskedLM):
         return (model, info) if tells else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in `transformers`, each file whole or not there, and the weights with a digest of themselves."""
+        """Save the model as in `transformers`, each file whole or not there, the weights with a digest of
+        themselves."""
         if kwargs.get("push_to_hub"):
             super().save_pretrained(save_directory, *args, **kwargs)
             return
@@ -86,7 +87,7 @@ def register() -> None:
         auto.register(MaskedDiffusionConfig, MaskedDiffusionLM, exist_ok=True)
 
 
-def _check_given(arguments: dict[str, Any]) -> None:
+def _check_arguments(arguments: dict[str, Any]) -> None:
     """Refuse arguments of `from_pretrained` that `transformers` would answer in words of its own, or after a while."""
     for name in ("dtype", "torch_dtype"):
         dtype = arguments.get(name)

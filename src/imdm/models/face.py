@@ -31,9 +31,9 @@ class MaskedLM(Network, PreTrainedModel):
     _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012  (transformers' own convention)
 
     def __init__(self, config: Shape) -> None:
-        known = config if isinstance(config, PreTrainedConfig) else MaskedDiffusionConfig(**config.settings())
-        PreTrainedModel.__init__(self, known)
-        self._build(known)
+        own = config if isinstance(config, PreTrainedConfig) else MaskedDiffusionConfig(**config.settings())
+        PreTrainedModel.__init__(self, own)
+        self._build(own)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -65,7 +65,8 @@ class MaskedLM(Network, PreTrainedModel):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> Any:
-        """As in `transformers`. The mask and the special tokens keep their ids, so all ids up to these must remain."""
+        """Change the number of ids, as in `transformers`. The mask and the special tokens keep their ids, so all ids up
+        to these must remain."""
         config = self.config
         special = [config.mask_token_id, config.bos_token_id, config.eos_token_id, config.pad_token_id]
         least = 1 + max(token for token in special if token is not None)
@@ -74,12 +75,14 @@ class MaskedLM(Network, PreTrainedModel):
         self.forget_captured()
         if not self.backbone.owns_embedding:
             return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        found = self.backbone.get_network().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        embedding = self.backbone.get_network().resize_token_embeddings(
+            new_num_tokens, pad_to_multiple_of, mean_resizing
+        )
         if new_num_tokens is not None or pad_to_multiple_of is not None:
-            theirs = config.backbone["config"] | {"vocab_size": found.weight.shape[0]}
+            theirs = config.backbone["config"] | {"vocab_size": embedding.weight.shape[0]}
             config.backbone = config.backbone | {"config": theirs}
-            self.backbone.settings, config.vocab_size = parse_backbone(config.backbone), found.weight.shape[0]
-        return found
+            self.backbone.settings, config.vocab_size = parse_backbone(config.backbone), embedding.weight.shape[0]
+        return embedding
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Positional arguments are those of `forward`, or after a state of the diffusion those of `log_probs`."""
@@ -106,9 +109,9 @@ class MaskedLM(Network, PreTrainedModel):
         reduce: Reduce | None = None,
         group: int = 1,
     ) -> Any:
-        """Of a state of the diffusion, `model(state, rows, reduce, group)`: what `log_probs` gives.
+        """Run the network on ids, as `transformers` calls a masked language model: a `MaskedLMOutput`.
 
-        Of ids, as `transformers` calls a masked language model: a `MaskedLMOutput`.
+        On a state of the diffusion, `model(state, rows, reduce, group)` is what `log_probs` gives.
 
         input_ids       (B, L), holes are `mask_token_id`
         attention_mask  (B, L): 0 at padding, before or after the text, which is not attended to
@@ -140,7 +143,7 @@ class MaskedLM(Network, PreTrainedModel):
             return self.log_probs(input_ids, rows, reduce, group)
         _check_absent("ids are read whole; model.noised(ids) makes a state of them", rows=rows, reduce=reduce)
         config = self.config
-        found = masked_lm(
+        output = masked_lm(
             self,
             input_ids,
             attention_mask,
@@ -152,7 +155,7 @@ class MaskedLM(Network, PreTrainedModel):
             states=bool(config.output_hidden_states if output_hidden_states is None else output_hidden_states),
             attentions=bool(config.output_attentions if output_attentions is None else output_attentions),
         )
-        return found if (config.return_dict if return_dict is None else return_dict) else found.to_tuple()
+        return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
 
 def _check_absent(why: str, **arguments: Any) -> None:

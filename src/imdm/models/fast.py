@@ -43,9 +43,9 @@ def faster(
         raise UserError(f"faster() takes a model, not {model!r}; load one with imdm.load_model")
     cuda = model.device.type == "cuda"
     fast = fold_conditioning(model).eval().requires_grad_(False)
-    wanted = dtype or (torch.bfloat16 if cuda else None)
-    if wanted is not None:
-        nn.Module.to(fast, wanted)
+    weight_dtype = dtype or (torch.bfloat16 if cuda else None)
+    if weight_dtype is not None:
+        nn.Module.to(fast, weight_dtype)
     if cuda if compile is None else compile:
         fast.compile_trunk(training=False)
     if cuda and graphs is not False and fast.backbone.weights is not None:
@@ -69,7 +69,7 @@ def in_precision(model: Model, precision: str, *, compile: bool = False) -> Mode
 
 @dataclass(frozen=True)
 class _Recorded:
-    """beside: other tensors that the graph reads, referenced so that their memory is not freed."""
+    """A captured pass. beside: other tensors that the graph reads, referenced so that their memory is not freed."""
 
     graph: torch.cuda.CUDAGraph
     hidden: Tensor
@@ -130,8 +130,8 @@ class Replay:
                     self.failed.add(shape)
                     return None
             there = self.recorded[shape]
-            for mine, given in zip(there.state.tensors(), state.tensors(), strict=True):
-                mine.copy_(given)
+            for mine, new in zip(there.state.tensors(), state.tensors(), strict=True):
+                mine.copy_(new)
             there.graph.replay()
             return read(there.hidden)
 
@@ -152,11 +152,11 @@ class Replay:
             return self._captured(run, beside, state)
 
     def _captured(self, run: Callable[[Noised], Tensor], beside: Any, state: Noised) -> _Recorded:
-        def held(value: Tensor | None) -> Tensor | None:
+        def clone(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.clone()
 
         mine = Noised(
-            state.tokens.clone(), state.masked.clone(), held(state.noise), state.t.clone(), held(state.latent)
+            state.tokens.clone(), state.masked.clone(), clone(state.noise), state.t.clone(), clone(state.latent)
         )
         return _Recorded(*_capture(lambda: run(mine)), mine, beside)
 
@@ -231,7 +231,7 @@ class _Step:
 
     @classmethod
     def of(cls, model: Network, many: int, length: int) -> _Step | None:
-        """None if the model has no such cache, or cannot be captured."""
+        """Capture the steps of a model; None if it has no such cache, or cannot be captured."""
         with torch.inference_mode(False), torch.no_grad():  # its tensors serve later calls in any mode
             past = model.backbone.fixed_cache(length) if length >= cls.LEAST else None
             with suppress(RuntimeError, ValueError):  # of torch, of transformers

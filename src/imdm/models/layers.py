@@ -129,22 +129,22 @@ class Heads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        back = _turned_back if q.is_cuda else turned_back
+        back = _turned_back_op if q.is_cuda else turned_back
         return back(q, k, v, *ctx.saved_tensors), None, None, None
 
 
 def turned_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Gradients of rotated q, rotated k and v → gradient of the projection: (B, L, 3D)."""
-    return torch.cat([joined(part) for part in (rotate(q, cos, -sin), rotate(k, cos, -sin), v)], dim=-1)
+    return torch.cat([from_heads(part) for part in (rotate(q, cos, -sin), rotate(k, cos, -sin), v)], dim=-1)
 
 
 @torch.library.custom_op("imdm::turned_back", mutates_args=())
-def _turned_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned_back_op(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     fast = kernels("rotation")
     return fast.turned_back(q, k, v, cos, sin) if fast else turned_back(q, k, v, cos, sin)
 
 
-@_turned_back.register_fake
+@_turned_back_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     B, H, L, d = q.shape
     return q.new_empty(B, L, 3 * H * d)
@@ -155,7 +155,7 @@ def in_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def joined(x: Tensor) -> Tensor:
+def from_heads(x: Tensor) -> Tensor:
     """(B, H, L, D/H) → (B, L, D)."""
     return x.transpose(1, 2).flatten(2)
 
@@ -211,7 +211,7 @@ class AttentionOptions:
     weights: list[Tensor] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, softcap: float | None, causal: bool) -> Tensor:
-        """As `attend`, (B, H, T, dim)."""
+        """Attention under these options, where `attend` has none: (B, H, T, dim)."""
         seen = self.seen
         if causal:
             before = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -244,16 +244,18 @@ class Attention(nn.Module):
         D = x.shape[-1]
         if options is not None:
             q, k, v = (in_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
-            return self.out(joined(options.attend(rotate(q, *rope), rotate(k, *rope), v, self.softcap, self.causal)))
+            return self.out(
+                from_heads(options.attend(rotate(q, *rope), rotate(k, *rope), v, self.softcap, self.causal))
+            )
         if queries is None or rows is None or rows.slot is None:
             q, k, v = Heads.apply(self.qkv(x), *rope, self.heads)
-            mixed = joined(attend(q, k, v, self.softcap, self.causal))
+            mixed = from_heads(attend(q, k, v, self.softcap, self.causal))
             return self.out(mixed if rows is None else rows.of(mixed))
         asking = x.gather(1, queries[..., None].expand(-1, -1, D))  # (B, Q, D)
         q = in_heads(F.linear(asking, self.qkv.weight[:D]), self.heads)
         k, v = (in_heads(part, self.heads) for part in F.linear(x, self.qkv.weight[D:]).chunk(2, dim=-1))
         there = tuple(turn[queries][:, None] for turn in rope)  # (B, 1, Q, D/H) each
-        mixed = joined(attend(rotate(q, *there), rotate(k, *rope), v, self.softcap))  # (B, Q, D)
+        mixed = from_heads(attend(rotate(q, *there), rotate(k, *rope), v, self.softcap))  # (B, Q, D)
         return self.out(rows._replace(position=rows.slot).of(mixed))
 
 
@@ -295,8 +297,8 @@ class Dropout(nn.Module):
             position = torch.arange(x.shape[1], device=x.device)[:, None]
         else:
             keys, position = keys[rows.sequence][:, None], rows.position[:, None]
-        kept = survivors(keys, position * x.shape[-1] + feature, self.rate)
-        return x * kept / (1 - self.rate)
+        alive = survivors(keys, position * x.shape[-1] + feature, self.rate)
+        return x * alive / (1 - self.rate)
 
 
 class Block(nn.Module):
@@ -326,12 +328,12 @@ class Block(nn.Module):
         options: AttentionOptions | None = None,
     ) -> Tensor:
         """x (B, L, D) → (B, L, D), or (R, D) of the given rows only. keys (2, B): for dropout, in training."""
-        kept = x if rows is None else rows.of(x)
+        y = x if rows is None else rows.of(x)
         first, second = (None, None) if keys is None else keys
         if self.modulation is None:
-            kept = kept + self.dropout(self.attention(self.norm1(x), rope, rows, queries, options), first, rows)
-            return kept + self.dropout(self.mlp(self.norm2(kept)), second, rows)
+            y = y + self.dropout(self.attention(self.norm1(x), rope, rows, queries, options), first, rows)
+            return y + self.dropout(self.mlp(self.norm2(y)), second, rows)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=-1)  # (D,) each
-        asked = self.attention(self.norm1(x) * (1 + scale1) + shift1, rope, rows, queries, options)
-        kept = kept + gate1 * self.dropout(asked, first, rows)
-        return kept + gate2 * self.dropout(self.mlp(self.norm2(kept) * (1 + scale2) + shift2), second, rows)
+        attended = self.attention(self.norm1(x) * (1 + scale1) + shift1, rope, rows, queries, options)
+        y = y + gate1 * self.dropout(attended, first, rows)
+        return y + gate2 * self.dropout(self.mlp(self.norm2(y) * (1 + scale2) + shift2), second, rows)

@@ -34,7 +34,7 @@ def load_model(path: str | Path, precision: str = "float32") -> MaskedDiffusionL
 
 
 def load_network(path: str | Path, precision: str = "float32") -> Network:
-    """The same model without `transformers`, whose import takes longer than generating a text. What is not in a folder
+    """Load a model without `transformers`, whose import takes longer than generating a text. What is not in a folder
     here, or has another backbone than our transformer, is loaded by `load_model`."""
     place, what = _found(path), f"model {str(path)!r}"
     if not isinstance(place, Path) or (config := _read_config(place, what)).backbone["kind"] != DEFAULT:

@@ -35,7 +35,7 @@ def masked_lm(
     states: bool = False,
     attentions: bool = False,
 ) -> MaskedLMOutput:
-    """`MaskedDiffusionLM.forward` for ids; the arguments are described there."""
+    """Run the network on ids: `MaskedDiffusionLM.forward`, which describes the arguments."""
     from transformers.modeling_outputs import MaskedLMOutput
 
     if (input_ids is None) == (inputs_embeds is None):
@@ -47,22 +47,22 @@ def masked_lm(
         shape = input_ids.shape
     else:
         assert inputs_embeds is not None
-        x, shape = _given(model, inputs_embeds, noise), inputs_embeds.shape[:2]
+        x, shape = _checked_embeddings(model, inputs_embeds, noise), inputs_embeds.shape[:2]
     request = BackboneRequest(
-        seen=_seen(attention_mask, shape),
+        seen=_where_text(attention_mask, shape),
         positions=_as_rows("position_ids", position_ids, shape, model.config.length),
         kinds=_as_rows("token_type_ids", token_type_ids, shape),
         states=states,
         attentions=attentions,
     )
-    found = model.backbone.outputs(x, request.with_latent() if model.mixture is not None else request)
-    logits = model.head_of(found.hidden[:, : shape[1]]).logits()
+    outputs = model.backbone.outputs(x, request.with_latent() if model.mixture is not None else request)
+    logits = model.head_of(outputs.hidden[:, : shape[1]]).logits()
     loss = None if labels is None else masked_loss(logits, labels, model.causal)
-    hidden = found.states
+    hidden = outputs.states
     if hidden is not None and model.mixture is not None:
         hidden = tuple(each[:, : shape[1]] for each in hidden)
     output: Any = MaskedLMOutput  # typed by tensor dtypes
-    return output(loss=loss, logits=logits, hidden_states=hidden, attentions=found.attentions)
+    return output(loss=loss, logits=logits, hidden_states=hidden, attentions=outputs.attentions)
 
 
 def masked_loss(logits: Tensor, labels: Tensor, causal: bool = False) -> Tensor:
@@ -90,16 +90,16 @@ def noised(model: MaskedLM, tokens: Tensor, noise: Tensor | int | None) -> Noise
     seed = int(torch.randint(1 << 62, ())) if noise is None or isinstance(noise, Tensor) else noise
     check_seed(seed)
     keys = model.sample_keys(len(tokens), seed).to(tokens.device)
-    drawn = process.mask.draw(keys, torch.zeros_like(tokens), masked)
-    if isinstance(noise, Tensor) and drawn is not None:
-        if noise.shape != drawn.shape or noise.is_floating_point() != drawn.is_floating_point():
-            kind = f"{tuple(drawn.shape)} of {drawn.dtype}"
+    epsilon = process.mask.draw(keys, torch.zeros_like(tokens), masked)
+    if isinstance(noise, Tensor) and epsilon is not None:
+        if noise.shape != epsilon.shape or noise.is_floating_point() != epsilon.is_floating_point():
+            kind = f"{tuple(epsilon.shape)} of {epsilon.dtype}"
             raise UserError(f"noise: mask {process.mask.name} takes {kind}, got {tuple(noise.shape)} of {noise.dtype}")
-        drawn = noise
-    return Noised(tokens, masked, drawn, time, process.latents(keys))
+        epsilon = noise
+    return Noised(tokens, masked, epsilon, time, process.latents(keys))
 
 
-def unpadded(tokens: Tensor, attention_mask: Tensor, hole: int) -> tuple[Tensor, bool]:
+def padding_to_holes(tokens: Tensor, attention_mask: Tensor, hole: int) -> tuple[Tensor, bool]:
     """Prompts (B, L) with their padding, wherever it is, replaced by holes at the end; and whether there was any
     padding."""
     real = cast("Tensor", _as_rows("attention_mask", attention_mask, tokens.shape)).to(tokens.device) != 0
@@ -107,7 +107,7 @@ def unpadded(tokens: Tensor, attention_mask: Tensor, hole: int) -> tuple[Tensor,
     return tokens.gather(1, order).masked_fill(~real.gather(1, order), hole), not bool(real.all())
 
 
-def _given(model: MaskedLM, x: Tensor, noise: Any) -> Tensor:
+def _checked_embeddings(model: MaskedLM, x: Tensor, noise: Any) -> Tensor:
     """Check given embeddings, which include masks and their noise; a mixture's latent is drawn."""
     if noise is not None:
         raise UserError("noise: inputs_embeds already contain their masks' noise; leave it out")
@@ -120,8 +120,8 @@ def _given(model: MaskedLM, x: Tensor, noise: Any) -> Tensor:
     return torch.cat((x, model.mixture(latent).to(x.dtype)[:, None]), dim=1)
 
 
-def _seen(attention_mask: Tensor | None, shape: Any) -> Tensor | None:
-    """Where there is no padding, (B, L); None without any padding. A row of padding only attends to itself."""
+def _where_text(attention_mask: Tensor | None, shape: Any) -> Tensor | None:
+    """Where the text is, not padding, (B, L); None without any padding. A row of padding only attends to itself."""
     rows = _as_rows("attention_mask", attention_mask, shape)
     if rows is None:
         return None

@@ -25,7 +25,7 @@ from imdm.diffusion.state import Noised, Rows
 from imdm.models.backbones import Backbone, backbones, parse_backbone
 from imdm.models.backbones.base import WRAPPERS, size_filled
 from imdm.models.layers import MixtureToken, Norm, TokenEmbedding, ZeroLinear
-from imdm.models.masked_lm import unpadded
+from imdm.models.masked_lm import padding_to_holes
 from imdm.models.readout import Head, Reduce, reduced
 from imdm.models.shape import Shape
 from imdm.sampling import Generation, Revealed, Sampling, sample
@@ -103,7 +103,7 @@ class Network(nn.Module):
         return fresh
 
     def set_lengths(self, lengths: Sequence[float]) -> None:
-        """From now on draw the end of a text before its tokens: `lengths` as in the configuration."""
+        """Let the end of a text be drawn before its tokens from now on: `lengths` as in the configuration."""
         self.config.check_lengths(lengths)
         self.config.lengths = list(lengths)
         self.process = replace(self.process, lengths=tuple(lengths))
@@ -174,7 +174,7 @@ class Network(nn.Module):
         return {"noise": noise or self.config.noise or "posterior", "order": order or self.config.order or "random"}
 
     def set_policies(self, noise: NoisePolicy | None = None, order: RevealOrder | None = None) -> None:
-        """From now on these are its `policies`; None: the defaults. Masks without noise have no policy for it."""
+        """Set what `policies` returns from now on; None: the defaults. Masks without noise have no policy for it."""
         for name in ("noise", "order"):
             self.config.__dict__.pop(name, None)  # not stored when unset
         if noise is not None and self.mask.noisy:
@@ -266,7 +266,7 @@ class Network(nn.Module):
         return self.backbone.is_compiled
 
     def head(self, rows: Tensor) -> Tensor:
-        """SUBS: the mask is never predicted. Log-probabilities in float32."""
+        """Log-probabilities of rows, in float32. SUBS: the mask is never predicted."""
         return self.head_of(rows).log_probs()
 
     def head_of(self, rows: Tensor) -> Head:
@@ -336,7 +336,7 @@ class Network(nn.Module):
         options = Sampling.of(own | how)
         check_seed(seed)
         if input_ids is not None and attention_mask is not None:
-            input_ids, padded = unpadded(as_ids(input_ids), attention_mask, self.config.mask_token_id)
+            input_ids, padded = padding_to_holes(as_ids(input_ids), attention_mask, self.config.mask_token_id)
             length = self.config.length if length is None and padded else length
         canvas = self._canvas(input_ids, length, num, options.steps, batch_size)
         keys = self.sample_keys(len(canvas), seed) if keys is None else self.checked_keys(keys, len(canvas))
@@ -396,8 +396,8 @@ class Network(nn.Module):
         input_ids = as_ids(input_ids).to(self.device)
         if input_ids.ndim != 2 or input_ids.numel() == 0:
             hint = "; one prompt is [ids]" if input_ids.ndim == 1 else ""
-            given = tuple(input_ids.shape)
-            raise UserError(f"input_ids: expected a canvas (sequences, length), got shape {given}{hint}")
+            dims = tuple(input_ids.shape)
+            raise UserError(f"input_ids: expected a canvas (sequences, length), got shape {dims}{hint}")
         if length is not None and input_ids.shape[1] > length:
             raise UserError(f"input_ids: the prompt has {input_ids.shape[1]} tokens, more than length = {length}")
         if input_ids.shape[1] > self.config.length:

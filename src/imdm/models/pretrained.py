@@ -61,7 +61,7 @@ class Given(nn.Module):
         """OPT calls its trunk as `model.decoder`."""
         return self
 
-    def forward(self, *asked: Any, **how: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _Output(self.rows)
 
 
@@ -128,8 +128,8 @@ def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Module]:
     """The linear layers of the blocks by name: all in module lists of the trunk (XLM, for one, has a list of attentions
     and another of MLPs). GPT-2's transposed ones are included."""
     inside = {id(one) for each in lm.base_model.modules() if isinstance(each, nn.ModuleList) for one in each.modules()}
-    found = ((name, module) for name, module in lm.named_modules() if id(module) in inside)
-    return {n: module for n, module in found if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"}
+    modules = ((name, module) for name, module in lm.named_modules() if id(module) in inside)
+    return {n: module for n, module in modules if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"}
 
 
 def is_causal(lm: PreTrainedModel) -> bool:
@@ -162,7 +162,7 @@ def built(fields: dict[str, Any], eager: bool = False) -> PreTrainedModel:
         raise UserError(f"{about}: no model can be built from it: {reason_of(error)}") from None
 
 
-def opened(lm: PreTrainedModel) -> PreTrainedModel:
+def as_bidirectional(lm: PreTrainedModel) -> PreTrainedModel:
     """Make attention bidirectional. Set in the configuration and not by each call, which would affect other threads."""
     if is_causal(lm):
         lm.config.is_causal = False
@@ -179,11 +179,11 @@ def facts(fields: dict[str, Any]) -> Facts:
         text = json.dumps(fields, sort_keys=True)
     except (TypeError, ValueError):
         raise UserError(f"backbone.config = {shown(fields)}: expected plain data") from None
-    return _facts(text)
+    return _facts_of_json(text)
 
 
 @lru_cache(maxsize=32)
-def _facts(text: str) -> Facts:
+def _facts_of_json(text: str) -> Facts:
     with torch.device("meta"):
         lm = built(json.loads(text))
     config, embedding = lm.config, lm.get_input_embeddings()

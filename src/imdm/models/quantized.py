@@ -46,13 +46,13 @@ def unpack(packed: Packed, shape: tuple[int, ...]) -> Tensor:
     codes = np.zeros(prod(shape), np.uint16)
     for bit, plane in enumerate(planes):
         codes |= np.unpackbits(plane, count=len(codes)).astype(np.uint16) << bit
-    return torch.from_numpy(_values(codes, packed.scale.numpy(), len(planes), shape))
+    return torch.from_numpy(_dequantised(codes, packed.scale.numpy(), len(planes), shape))
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
-    """unpack(pack(weight, bits))."""
+    """The matrix as it is after quantising: unpack(pack(weight, bits))."""
     codes, scale = _rounded(weight, bits)
-    return torch.from_numpy(_values(codes, scale, bits, tuple(weight.shape)))
+    return torch.from_numpy(_dequantised(codes, scale, bits, tuple(weight.shape)))
 
 
 def _rounded(weight: Tensor, bits: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,7 +67,7 @@ def _rounded(weight: Tensor, bits: int) -> tuple[np.ndarray, np.ndarray]:
     return codes.astype(np.uint16).reshape(-1), scale
 
 
-def _values(codes: np.ndarray, scale: np.ndarray, bits: int, shape: tuple[int, ...]) -> np.ndarray:
+def _dequantised(codes: np.ndarray, scale: np.ndarray, bits: int, shape: tuple[int, ...]) -> np.ndarray:
     numbers = codes.reshape(shape[0], -1).astype(np.float32)
     numbers -= np.float32((1 << (bits - 1)) - 1)
     numbers *= scale[:, None]
@@ -96,7 +96,7 @@ def load(path: Path, what: str) -> dict[str, Tensor]:
     weights = {}
     for name, shape in shapes.items():
         packed = tensors.pop(f"{name}.planes", None), tensors.pop(f"{name}.scale", None)
-        weights[name] = unpack(_checked(*packed, shape, f"{what}: {path}: {name!r}"), shape)
+        weights[name] = unpack(_valid_packed(*packed, shape, f"{what}: {path}: {name!r}"), shape)
     return weights | {name: tensor.float() for name, tensor in tensors.items()}
 
 
@@ -110,7 +110,7 @@ def _shapes(text: str, where: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _checked(planes: Tensor | None, scale: Tensor | None, shape: tuple[int, ...], where: str) -> Packed:
+def _valid_packed(planes: Tensor | None, scale: Tensor | None, shape: tuple[int, ...], where: str) -> Packed:
     if planes is None or scale is None:
         raise UserError(f"{where} lacks its {'planes' if planes is None else 'scale'}; it is damaged or not ours")
     if planes.dtype != torch.uint8 or planes.ndim != 2 or not LEAST <= len(planes) <= MOST:
@@ -122,7 +122,7 @@ def _checked(planes: Tensor | None, scale: Tensor | None, shape: tuple[int, ...]
     return Packed(planes, scale)
 
 
-def opened(config_class: Any, source: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def loading_source(config_class: Any, source: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Where `transformers` should load a model from, and its keyword arguments: a folder or hub id as it is; for
     quantised weights, a configuration and the unpacked weights."""
     from transformers.utils import cached_file
@@ -135,9 +135,9 @@ def opened(config_class: Any, source: Any, settings: dict[str, Any]) -> tuple[An
     if file is None or QUANTIZED not in read_metadata(Path(file), what):
         return source, settings
     rest = dict(settings)
-    kept = {name: rest.pop(name) for name in ("dtype", "torch_dtype") if name in rest}  # of the model, not the file
+    dtypes = {name: rest.pop(name) for name in ("dtype", "torch_dtype") if name in rest}  # of the model, not the file
     config = rest.pop("config", None)
     if config is None or isinstance(config, str | Path):
         config, rest = config_class.from_pretrained(config or source, return_unused_kwargs=True, **rest)
     rest = {name: value for name, value in rest.items() if name not in hub}
-    return None, rest | kept | {"config": config, "state_dict": load(Path(file), what)}
+    return None, rest | dtypes | {"config": config, "state_dict": load(Path(file), what)}

@@ -39,7 +39,7 @@ class Head(NamedTuple):
     barred: tuple[int, ...] = ()
 
     def without(self, where: Tensor, tokens: tuple[int, ...]) -> Head:
-        """The same head, but these tokens have probability 0 in the rows `where` (R,). An extra feature marks the rows,
+        """This head, but these tokens have probability 0 in the rows `where` (R,). An extra feature marks the rows,
         and its large negative weight lowers the logits, so kernels need no special case."""
         more = nn.functional.pad(where[:, None].to(self.rows.dtype), (0, MORE - 1))
         return self._replace(rows=torch.cat((self.rows, more), 1), barred=tokens)
@@ -51,7 +51,7 @@ class Head(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, weight (V, D) and bias (V,) of a linear one."""
+        """Rows, weight (V, D) and bias (V,) of a linear head."""
         weight: Tensor = self.layer.weight
         bias: Tensor = weight.new_zeros(len(weight)) if self.layer.bias is None else self.layer.bias
         if self.size is not None and self.size < len(weight):
@@ -63,14 +63,14 @@ class Head(NamedTuple):
         return self.rows, weight, bias
 
     def log_probs(self, part: slice = slice(None)) -> Tensor:
-        """Of some rows, (r, V), in float32."""
+        """Log-probabilities of some rows, (r, V), in float32."""
         logits = self._logits(self.rows[part]).float()
         never = torch.arange(logits.shape[-1], device=logits.device) == self.never
         return torch.log_softmax(logits.masked_fill(never, -torch.inf), dim=-1)
 
     def logits(self) -> Tensor:
-        """Of all rows, in the dtype of the weights; tokens of probability 0 have the lowest finite value, so that sums
-        over tokens stay finite."""
+        """Logits of all rows, in the dtype of the weights; tokens of probability 0 have the lowest finite value, so
+        that sums over tokens stay finite."""
         logits = self._logits(self.rows)
         never = torch.arange(logits.shape[-1], device=logits.device) == self.never
         return logits.masked_fill(never, -torch.inf).clamp(min=torch.finfo(logits.dtype).min)
@@ -99,7 +99,7 @@ class LogProbRows(NamedTuple):
         return self.rows[part]
 
     def without(self, where: Tensor, tokens: tuple[int, ...]) -> LogProbRows:
-        """The same, but these tokens have probability 0 in the rows `where` (R,)."""
+        """These rows, but these tokens have probability 0 in the rows `where` (R,)."""
         rest = self.rows.index_fill(-1, torch.tensor(tokens, device=self.rows.device), -torch.inf).log_softmax(-1)
         return self._replace(rows=torch.where(where[:, None], rest, self.rows))
 
@@ -109,11 +109,11 @@ class Fused(ABC):
 
     @abstractmethod
     def __call__(self, log_probs: Tensor, part: slice) -> Tensor:
-        """Its value for a chunk of rows (r, V)."""
+        """The reduction of a chunk of rows (r, V)."""
 
     @abstractmethod
     def fused(self, losses: Any, head: Head) -> Tensor | None:
-        """The same for all rows by a fused kernel; None where there is none for this case."""
+        """The reduction of all rows by a fused kernel; None where there is none for this case."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class Compared(Fused):
 
     def __call__(self, log_probs: Tensor, part: slice) -> Tensor:
         with torch.no_grad():
-            wanted = self.teacher.log_probs(part)
-        return divergence(self.kind, log_probs, wanted)
+            log_teacher = self.teacher.log_probs(part)
+        return divergence(self.kind, log_probs, log_teacher)
 
     def fused(self, losses: Any, head: Head) -> Tensor | None:
         if self.kind not in ("backward-kl", "forward-kl") or not self.teacher.is_linear:
@@ -152,14 +152,14 @@ class NeedsAllRows(ABC):
 
     @abstractmethod
     def read(self, head: Head) -> Tensor:
-        """Its value for all rows."""
+        """The reduction of all rows."""
 
     def __call__(self, log_probs: Tensor, part: slice) -> Tensor:
         raise TypeError(f"{type(self).__name__} reads a head, not some rows of it")
 
 
 def divergence(kind: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
-    """Of two log-probabilities (R, V), row by row: (R,)."""
+    """The divergence of two log-probabilities (R, V), row by row: (R,)."""
     p, q = student.exp(), teacher.exp()
     if kind == "tv":
         return 0.5 * (p - q).abs().sum(-1)
@@ -172,9 +172,9 @@ def divergence(kind: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
 def matched(
     gradient: Gradient, student: Tensor, teacher: Tensor, auxiliary: Tensor, clip: float | None = None
 ) -> Tensor:
-    """Of three log-probabilities (R, V), row by row: (R,), chosen for its gradient with respect to the student's
-    logits. Teacher p_T and auxiliary p_ψ are held fixed; c = log p_ψ − log p_T, within ±clip, and 0 where one of the
-    three is −inf.
+    """The student's term of `match`, of three log-probabilities (R, V), row by row: (R,), chosen for its gradient with
+    respect to the student's logits. Teacher p_T and auxiliary p_ψ are held fixed; c = log p_ψ − log p_T, within ±clip,
+    and 0 where one of the three is −inf.
 
     | | value | gradient |
     |---|---|---|
@@ -184,15 +184,15 @@ def matched(
     | `soft` | as `kl`: IDLM's ⟨p_θ, NELBO(teacher) − NELBO(auxiliary)⟩; its weight comes from outside | as `kl` |
     """
     teacher, auxiliary, now = teacher.detach(), auxiliary.detach(), student.detach()
-    known = torch.isfinite(now)
+    finite = torch.isfinite(now)
     if gradient == "fkl":
-        return ((auxiliary.exp() - teacher.exp()) * torch.where(known, student, 0.0)).sum(-1)
-    c = torch.where(known & torch.isfinite(teacher) & torch.isfinite(auxiliary), auxiliary - teacher, 0.0)
+        return ((auxiliary.exp() - teacher.exp()) * torch.where(finite, student, 0.0)).sum(-1)
+    c = torch.where(finite & torch.isfinite(teacher) & torch.isfinite(auxiliary), auxiliary - teacher, 0.0)
     if clip is not None:
         c = c.clamp(-clip, clip)
     if gradient == "ipf":
         target = torch.log_softmax(now - c, dim=-1)
-        return (target.exp() * torch.where(known, target - student, 0.0)).sum(-1)
+        return (target.exp() * torch.where(finite, target - student, 0.0)).sum(-1)
     return (student.exp() * c).sum(-1)
 
 
@@ -204,8 +204,9 @@ def match_rows(
     targets: Tensor,
     clip: float | None = None,
 ) -> Tensor:
-    """Of three heads over the same rows: what `matched` gives, and the auxiliary's −log p_ψ(target): (R, 2). Gradients
-    reach the student through the first and the auxiliary through the second; (R, V) is never materialised."""
+    """Both terms of `match`, (R, 2), of heads over the same rows: `matched`, and the auxiliary's −log p_ψ(target).
+    Gradients reach the student through the first and the auxiliary through the second; (R, V) is never materialised.
+    """
     heads = (student, teacher, auxiliary)
     if all(head.is_linear and _in_bf16(head.rows) for head in heads):
         fast: Any = kernels("matching")
@@ -215,11 +216,11 @@ def match_rows(
                 return torch.stack(fast.matched(*tensors, targets, student.never, gradient, clip), 1)
 
     def chunk(ours: Tensor, others: Tensor, part: slice) -> Tensor:
-        said = auxiliary._replace(rows=others).log_probs()
+        log_psi = auxiliary._replace(rows=others).log_probs()
         with torch.no_grad():
-            wanted = teacher.log_probs(part)
-        pushed = matched(gradient, student._replace(rows=ours).log_probs(), wanted, said, clip)
-        return torch.stack((pushed, -Chosen(targets)(said, part)), 1)
+            log_teacher = teacher.log_probs(part)
+        push = matched(gradient, student._replace(rows=ours).log_probs(), log_teacher, log_psi, clip)
+        return torch.stack((push, -Chosen(targets)(log_psi, part)), 1)
 
     size = max(1, AT_ONCE // student.layer.out_features // 3)
     return _in_parts(chunk, (student.rows, auxiliary.rows), size)
@@ -242,9 +243,9 @@ def reduced(head: Head, reduce: Reduce, group: int = 1) -> Tensor:
         return reduce.read(head)
     if isinstance(reduce, Fused) and head.is_linear and _in_bf16(head.rows) and (losses := kernels("losses")):
         with torch.autocast("cuda", enabled=False):
-            found = reduce.fused(losses, head)
-        if found is not None:
-            return found
+            values = reduce.fused(losses, head)
+        if values is not None:
+            return values
     size = max(1, AT_ONCE // head.layer.out_features // group) * group
 
     def chunk(rows: Tensor, part: slice) -> Tensor:

@@ -53,7 +53,8 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounding:
-    """bits: of each matrix, by name; moved: the change of the whole model's distribution."""
+    """What rounding does to a model. bits: of each matrix, by name; moved: the change of the whole model's
+    distribution."""
 
     bits: dict[str, int]
     moved: Move
@@ -133,7 +134,7 @@ class _Compared:
     @torch.no_grad()
     def __init__(self, model: MaskedDiffusionLM, seed: int) -> None:
         self.model, self.copy = model.eval(), with_mask(model).eval()
-        self.state, self.rows = _read(model, seed) if model.config.causal else _masked(model, seed)
+        self.state, self.rows = _causal_samples(model, seed) if model.config.causal else _masked_samples(model, seed)
         self.hidden = model.trunk_at(self.state, self.rows)  # (R, D)
 
     @torch.no_grad()
@@ -143,19 +144,19 @@ class _Compared:
         for name, number in bits.items():
             its[name].copy_(rounded(mine[name], number))
         hidden, size = self.copy.trunk_at(self.state, self.rows), max(1, AT_ONCE // self.model.vocab_size)
-        found = []
+        kls = []
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
             p, q = self.model.head(self.hidden[part]).double(), self.copy.head(hidden[part]).double()
-            found.append((p.exp() * torch.where(p > -torch.inf, p - q, 0.0)).sum(-1))
+            kls.append((p.exp() * torch.where(p > -torch.inf, p - q, 0.0)).sum(-1))
         for name in bits:
             its[name].copy_(mine[name])
-        kl = torch.cat(found)  # (R,)
+        kl = torch.cat(kls)  # (R,)
         texts = kl.new_zeros(len(self.state.tokens)).index_add(0, self.rows.sequence, kl - kl.mean())
         return Move(float(kl.mean()), float(texts.square().sum().sqrt()) / len(kl))
 
 
-def _masked(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
+def _masked_samples(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
     """Samples in 16 steps, masked at times spread evenly up to 1, and their masked positions."""
     many = _many(model, model.config.length)
     keys = fold(as_key(seed, model.device), Purpose.HELD_OUT, torch.arange(many, device=model.device))
@@ -164,7 +165,7 @@ def _masked(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
     return state, Rows.where(state.masked)
 
 
-def _read(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
+def _causal_samples(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
     """Autoregressive samples after a first token drawn uniformly, and all their positions."""
     length = min(model.config.length, 128)
     many = max(4, _many(model, length) // 4)  # one evaluation a token

@@ -135,8 +135,8 @@ class Shape:
 
     @property
     def backbone(self) -> dict[str, Any]:
-        """Its settings. Those of the default are not stored, so that configurations of earlier versions do not
-        change."""
+        """The backbone's settings. Those of the default are not stored, so that configurations of earlier versions do
+        not change."""
         return self.__dict__.get("backbone", {"kind": DEFAULT})
 
     @backbone.setter
@@ -170,7 +170,7 @@ class Shape:
         return {name: getattr(self, name) for name in SETTINGS}
 
     def changed(self, **changes: Any) -> Self:
-        """The same settings but for some."""
+        """These settings but for some."""
         return type(self)(**(self.settings() | changes))
 
     @property
@@ -222,10 +222,10 @@ def _check_tokens(vocab_size: int, mask: int, begin: int | None, end: int | None
     """Ids inside the vocabulary; those of whole texts all given or none, and none of them the mask's."""
     check_whole("model.mask_token_id", mask, 0, vocab_size - 1)
     special = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}
-    given = {field: token for field, token in special.items() if token is not None}
-    if len(given) not in (0, len(special)):
+    ids = {field: token for field, token in special.items() if token is not None}
+    if len(ids) not in (0, len(special)):
         raise UserError(f"model: {', '.join(special)}: give all of them, for rows that are whole texts, or none")
-    for field, token in given.items():
+    for field, token in ids.items():
         check_whole(f"model.{field}", token, 0, vocab_size - 1)
         if token == mask:
             raise UserError(f"model.{field} = {token}: that is the mask; a text ends with another token")

@@ -49,7 +49,7 @@ class Sharding:
 
     @classmethod
     def of(cls, shard: Shard, world: int, device: torch.device, half: bool) -> Sharding | None:
-        """None without sharding or with a single process."""
+        """The sharding of a run; None without any, or with a single process."""
         if shard == "none" or world == 1:
             return None
         from torch.distributed.device_mesh import init_device_mesh
@@ -119,32 +119,32 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 
 def _with_empty_weights(model: M, device: str) -> M:
     """A copy with uninitialised weights; on `meta` they take no memory."""
-    known: dict[int, Any] = {
+    empty: dict[int, Any] = {
         id(weight): nn.Parameter(torch.empty_like(weight, device=device), weight.requires_grad)
         for weight in model.parameters()
     }
-    return copy.deepcopy(model, known)
+    return copy.deepcopy(model, empty)
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """None if a model is not sharded."""
-    held: _Sharded | None = vars(model).get(HELD)
-    return None if held is None else held.how
+    """How a model is sharded; None if it is not."""
+    shards: _Sharded | None = vars(model).get(HELD)
+    return None if shards is None else shards.how
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Weights by name; of a sharded model this process' shards, whatever is gathered at the moment."""
-    held: _Sharded | None = vars(model).get(HELD)
-    return dict(model.named_parameters()) if held is None else dict(held.parts)
+    shards: _Sharded | None = vars(model).get(HELD)
+    return dict(model.named_parameters()) if shards is None else dict(shards.parts)
 
 
 def reshard(model: nn.Module) -> None:
     """Free gathered weights, which do not follow changes of the shards or of `requires_grad`."""
-    for part in _parts(model):
+    for part in _fsdp_modules(model):
         part.reshard()
 
 
-def _parts(*models: nn.Module) -> list[FSDPModule]:
+def _fsdp_modules(*models: nn.Module) -> list[FSDPModule]:
     from torch.distributed.fsdp import FSDPModule
 
     return [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
@@ -154,16 +154,16 @@ def _parts(*models: nn.Module) -> list[FSDPModule]:
 def gathered(models: Iterable[nn.Module]) -> Iterator[None]:
     """Inside this block each process holds these models whole, and may run them independently of others. No effect on
     models that are not sharded."""
-    held = [(model, how) for model in models if (how := sharding_of(model)) is not None]
-    for model, _ in held:
-        for part in _parts(model):
+    sharded = [(model, how) for model in models if (how := sharding_of(model)) is not None]
+    for model, _ in sharded:
+        for part in _fsdp_modules(model):
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
     try:
         yield
     finally:
-        for model, how in held:
-            for part in _parts(model):
+        for model, how in sharded:
+            for part in _fsdp_modules(model):
                 part.reshard()
                 part.set_reshard_after_forward(part is not model and not how.stay, recurse=False)
 
@@ -174,7 +174,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def own(tensor: Any) -> Tensor:
-    """This process' shard, a view; the tensor itself if it is not sharded."""
+    """A tensor's shard of this process, a view; the tensor itself if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -186,12 +186,12 @@ def whole(tensor: Any) -> Tensor:
 def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The full tensors on the CPU of the first process, one after another; the others get nothing. A collective: every
     process must call it."""
-    first, found = torch.distributed.get_rank() == 0, {}
+    first, full = torch.distributed.get_rank() == 0, {}
     for name, tensor in tensors.items():
         value = whole(tensor.detach())
         if first:
-            found[name] = value.cpu()
-    return found
+            full[name] = value.cpu()
+    return full
 
 
 def shared_like(value: Tensor, like: Any) -> Tensor:
@@ -200,31 +200,31 @@ def shared_like(value: Tensor, like: Any) -> Tensor:
         return value.to(like.device)
     from torch.distributed.tensor import distribute_tensor
 
-    found = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return found.clone()  # a view would keep the full tensor alive
+    shards = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return shards.clone()  # a view would keep the full tensor alive
 
 
 def duplicate(model: M, shared: Mapping[int, nn.Parameter] | None = None) -> M:
     """A copy, sharded as the model is. shared: weights by id that the copy shares with an unsharded model."""
-    held: _Sharded | None = vars(model).get(HELD)
-    if held is None:
+    shards: _Sharded | None = vars(model).get(HELD)
+    if shards is None:
         return copy.deepcopy(model, dict(shared or {}))
-    made = shard(cast("M", _with_empty_weights(held.layers, "cpu")), held.how)
+    twin = shard(cast("M", _with_empty_weights(shards.layers, "cpu")), shards.how)
     with torch.no_grad():
-        for name, weight in weights_of(made).items():
-            weight.copy_(held.parts[name])
-    return made.train(model.training)
+        for name, weight in weights_of(twin).items():
+            weight.copy_(shards.parts[name])
+    return twin.train(model.training)
 
 
 def whole_model(model: M, weights: Mapping[str, Tensor] | None = None) -> M | None:
     """A sharded model, or the same with other weights, as a plain one on the CPU of the first process, which holds each
     weight once; None on the others. A collective: every process must call it."""
-    held: _Sharded = vars(model)[HELD]
-    found = whole_on_first({**held.parts, **(weights or {})})
-    if not found:
+    shards: _Sharded = vars(model)[HELD]
+    state = whole_on_first({**shards.parts, **(weights or {})})
+    if not state:
         return None
-    made = cast("M", copy.deepcopy(held.layers))
-    found |= {name: buffer.cpu() for name, buffer in model.named_buffers()}
-    made.load_state_dict(found, strict=False, assign=True)
-    getattr(made, "tie_weights", lambda: None)()
-    return made.train(model.training)
+    plain = cast("M", copy.deepcopy(shards.layers))
+    state |= {name: buffer.cpu() for name, buffer in model.named_buffers()}
+    plain.load_state_dict(state, strict=False, assign=True)
+    getattr(plain, "tie_weights", lambda: None)()
+    return plain.train(model.training)

@@ -42,9 +42,9 @@ def fold_conditioning(model: Model) -> Model:
     """A copy without adaLN: as time is no input, shift, scale and gate are constants, and move into the norms and the
     output layers. Same function, fewer parameters, fewer operations. A backbone without anything to fold is copied."""
     check_is("model", model, Network, "one of our models")
-    found = model.backbone.folded(model.state_dict())
-    if found is None:
+    fold = model.backbone.folded(model.state_dict())
+    if fold is None:
         return with_mask(model, model.mask)
-    folded = model.like(0, **found.changes)
-    folded.load_state_dict(found.weights)
+    folded = model.like(0, **fold.changes)
+    folded.load_state_dict(fold.weights)
     return folded.train(model.training)

@@ -31,10 +31,10 @@ class Autoregressive(Objective):
         self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: None = None
     ) -> Tensor:
         x = batch["tokens"]
-        found = next_log_probs(model, x, step.keys())
+        log_probs = next_log_probs(model, x, step.keys())
         if process.ending is not None:
-            found = found.masked_fill(process.ending.ended(x)[:, 1:], 0.0)
-        return -found.mean()
+            log_probs = log_probs.masked_fill(process.ending.ended(x)[:, 1:], 0.0)
+        return -log_probs.mean()
 
 
 def next_log_probs(model: nn.Module, x: Tensor, keys: Tensor | None = None) -> Tensor:

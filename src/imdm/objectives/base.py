@@ -70,7 +70,7 @@ class Step:
         return fold(key, Purpose.SAMPLE, self.slots)
 
     def everyone(self) -> Step:
-        """The same step with all sequences of the global batch: keyed randomness is known for other processes'
+        """This step with all sequences of the global batch: keyed randomness is known for other processes'
         sequences too."""
         return replace(self, slots=torch.arange(self.batch, device=self.slots.device), start=None)
 
@@ -200,7 +200,7 @@ class Objective(Config):
 
     @property
     def pair_needs(self) -> PairNeeds:
-        """What it asks of pairs, if it trains on them; others are refused."""
+        """What this objective needs of stored pairs, if it trains on them; others are refused."""
         return PairNeeds()
 
     @property

@@ -118,21 +118,21 @@ class Di4C(Rounds):
         copy = fold(keys[:, None], Purpose.COPY, torch.arange(M, device=keys.device)).flatten()  # (B·M,)
         state = process.noised(tokens.repeat_interleave(M, 0), t.repeat_interleave(M), copy).dropping(copy)
         ahead = look_ahead(companion.model, companion.student, state, copy, M, self.teacher_steps)
-        said = torch.cat((x[:, None], ahead.written.unflatten(0, (-1, M))), 1)  # (B, 1 + M, L): x, and each copy's x̂
+        texts = torch.cat((x[:, None], ahead.written.unflatten(0, (-1, M))), 1)  # (B, 1 + M, L): x, and each copy's x̂
 
         row, position = (tokens == process.mask_id).nonzero(as_tuple=True)  # (R,): every masked position
-        compare = _Compare(companion, ahead, row, position, said, M)
+        compare = _Compare(companion, ahead, row, position, texts, M)
         rows = Rows(compare.copies(M).flatten(), position.repeat_interleave(M))
-        found = model(state, rows=rows, reduce=compare, group=M)  # (R, M·(1 + M) + 3)
+        terms = model(state, rows=rows, reduce=compare, group=M)  # (R, M·(1 + M) + 3)
 
         def summed(values: Tensor) -> Tensor:
             """Over the masked positions of each sequence: (R, …) → (B, …)."""
             return values.new_zeros(len(x), *values.shape[1:]).index_add(0, row, values)
 
-        log_p = found[:, :-3].unflatten(1, (M, M + 1))  # (R, λ, said)
-        likelihood = mixture_log(summed(log_p))  # (B, said): log mean_λ ∏_ℓ p(said^ℓ | λ)
+        log_p = terms[:, :-3].unflatten(1, (M, M + 1))  # (R, λ, text)
+        likelihood = mixture_log(summed(log_p))  # (B, text): log mean_λ ∏_ℓ p(text^ℓ | λ)
         correlation = summed(mixture_log(log_p)) - likelihood
-        distilled, to_teacher, to_ahead = summed(found[:, -3:]).unbind(1)  # (B,) each
+        distilled, to_teacher, to_ahead = summed(terms[:, -3:]).unbind(1)  # (B,) each
         weight = self.data_weight * torch.sigmoid(20 * (t - 0.5))
         if self.control_variate:
             data, consistency = weight * correlation[:, 0] + to_teacher, correlation[:, 1:].mean(1) + to_ahead
@@ -171,24 +171,24 @@ def look_ahead(
     position = torch.arange(state.tokens.shape[1], device=keys.device)
     chance = uniform(keys[:, None], Purpose.TOKEN, position)  # (B·M, L): one draw a position, used now or later
     alone = not teacher.process.noisy
-    known = teacher.trunk(state[::copies] if alone else state)
+    before = teacher.trunk(state[::copies] if alone else state)
     revealed = process.reveals(state, u, keys, 1)
     row, column = revealed.nonzero(as_tuple=True)
     ends = process.ends(state, Rows(row, column), keys, 1)
-    drawn = draw_tokens(teacher, known[row // copies if alone else row, column], chance[revealed], ends=ends)
-    tokens = process.closed(state.tokens.masked_scatter(revealed, drawn.tokens), state.masked)
+    draws = draw_tokens(teacher, before[row // copies if alone else row, column], chance[revealed], ends=ends)
+    tokens = process.closed(state.tokens.masked_scatter(revealed, draws.tokens), state.masked)
     later = process.noised(tokens, u.float(), fold(keys, Purpose.COPY, 1))
     with _still(student):
         hidden = student.trunk(later)
         ends = process.ends(later, Rows.where(later.masked), keys, 2)
-        drawn = draw_tokens(student, hidden[later.masked], chance[later.masked], ends=ends)
-    written = process.closed(later.tokens.masked_scatter(later.masked, drawn.tokens), later.masked)
-    return Ahead(written, later.masked, hidden, known)
+        draws = draw_tokens(student, hidden[later.masked], chance[later.masked], ends=ends)
+    written = process.closed(later.tokens.masked_scatter(later.masked, draws.tokens), later.masked)
+    return Ahead(written, later.masked, hidden, before)
 
 
 @contextmanager
 def _still(model: MaskedDiffusionLM) -> Iterator[None]:
-    """No dropout inside this block."""
+    """Run a model without dropout inside this block."""
     training = model.training
     model.eval()
     try:
@@ -200,13 +200,13 @@ def _still(model: MaskedDiffusionLM) -> Iterator[None]:
 @dataclass(frozen=True)
 class _Compare:
     """The terms of the loss from the student's rows, chunk by chunk. row, position (R,): the masked positions of the
-    batch, each with `latents` rows; said (B, 1 + M, L): the data and each x̂."""
+    batch, each with `latents` rows; texts (B, 1 + M, L): the data and each x̂."""
 
     companion: Teacher
     ahead: Ahead
     row: Tensor
     position: Tensor
-    said: Tensor
+    texts: Tensor
     latents: int
 
     def copies(self, each: int) -> Tensor:
@@ -214,22 +214,22 @@ class _Compare:
         return self.row[:, None] * each + torch.arange(each, device=self.row.device)
 
     def __call__(self, rows: Tensor, part: slice) -> Tensor:
-        """Rows (G·M, V) of G masked positions → (G, M·(1 + M) + 3): log p(said | λ), then mean_λ KL(teacher ‖ p_λ),
+        """Rows (G·M, V) of G masked positions → (G, M·(1 + M) + 3): log p(token | λ), then mean_λ KL(teacher ‖ p_λ),
         KL(teacher ‖ p) and KL(student after the teacher's step ‖ p), p the mean over λ."""
         M = self.latents
         some = slice(part.start // M, part.start // M + len(rows) // M)
         log_p = rows.unflatten(0, (-1, M)).clamp(min=NEVER)  # (G, M, V)
-        mixed = mixture_log(log_p)  # (G, V)
+        mixture = mixture_log(log_p)  # (G, V)
         with torch.no_grad():
             teacher, later = self._teacher(some), self._later(some)
-            said = self.said[self.row[some], :, self.position[some]]  # (G, 1 + M)
-        chosen = log_p.gather(-1, said[:, None].expand(-1, M, -1)).flatten(1)
+            tokens = self.texts[self.row[some], :, self.position[some]]  # (G, 1 + M)
+        chosen = log_p.gather(-1, tokens[:, None].expand(-1, M, -1)).flatten(1)
         each = kl(teacher[:, None], log_p).mean(1)
-        return torch.cat((chosen, torch.stack((each, kl(teacher, mixed), kl(later, mixed)), 1)), 1)
+        return torch.cat((chosen, torch.stack((each, kl(teacher, mixture), kl(later, mixture)), 1)), 1)
 
     def _teacher(self, some: slice) -> Tensor:
         """The teacher's marginals at z_t: (G, V)."""
-        each = len(self.ahead.teacher) // len(self.said)
+        each = len(self.ahead.teacher) // len(self.texts)
         hidden = self.ahead.teacher[self.copies(each)[some], self.position[some, None]]  # (G, each, D)
         return mixture_log(self.companion.model.head(hidden.flatten(0, 1)).unflatten(0, (-1, each)))
 

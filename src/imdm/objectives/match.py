@@ -232,10 +232,10 @@ class Match(Objective):
         return MatchState(self._teacher(model, start), model)
 
     def networks(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Mapping[str, Trained]:
-        given = self.auxiliary.model_dump()
-        del given["updates"], given["ahead"]
-        made = Auxiliary.of(self._teacher(model, start), model.process.lengths)
-        return {AUXILIARY: Trained(made, weight_decay=0.0, **given)}
+        options = self.auxiliary.model_dump()
+        del options["updates"], options["ahead"]
+        auxiliary = Auxiliary.of(self._teacher(model, start), model.process.lengths)
+        return {AUXILIARY: Trained(auxiliary, weight_decay=0.0, **options)}
 
     def _teacher(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None) -> MaskedDiffusionLM:
         """The start, or the student before training; refused if it cannot read the student's samples."""
@@ -270,26 +270,26 @@ class Match(Objective):
         teacher's head with the auxiliary's and its own. `signals` writes and reads texts: once the teacher's, of many
         steps, then the student's."""
         first, left = self.masked()
-        drawn = Pass(trained=False, rows=first, heads=1.0), Pass(AUXILIARY, rows=left)
+        sampling = Pass(trained=False, rows=first, heads=1.0), Pass(AUXILIARY, rows=left)
         last = Pass(rows=first, heads=1.0), Pass(AUXILIARY, rows=left, heads=13.0)
         teacher = Pass(FROZEN, trained=False, rows=left, heads=0.0)
         share, many = self.looks / (run.steps * run.batch), min(many_steps(run.length), run.length)
         reads = READINGS * (len(TEMPERATURES) + run.looks * len(self.steps))
-        read = Pass(FROZEN, False, share * (len(TEMPERATURES) * many + reads), 0.0, 0.0)
-        written = Pass(STUDENT, False, share * run.looks * sum(min(N, run.length) for N in self.steps), 0.0, 0.0)
-        return (*drawn * (self.auxiliary.updates - 1), *last, teacher, read, written)
+        reading = Pass(FROZEN, False, share * (len(TEMPERATURES) * many + reads), 0.0, 0.0)
+        writing = Pass(STUDENT, False, share * run.looks * sum(min(N, run.length) for N in self.steps), 0.0, 0.0)
+        return (*sampling * (self.auxiliary.updates - 1), *last, teacher, reading, writing)
 
     def masked(self) -> tuple[float, float]:
         """The mean shares of positions that are masked in z_t, and still in z̃."""
         total = self.starts.prior + self.starts.own + self.starts.data
         weights = sum(self.steps.values())
-        shown = self.context / (self.context + 1)  # the mean of u^(1/context)
+        share = self.context / (self.context + 1)  # the mean of u^(1/context)
 
         def still(t: float) -> float:
             if self.phases[0].gradient == "soft":
                 return t / 2
             revealed = sum(weight * min(1.0, 1 / (N * t)) for N, weight in self.steps.items()) / weights
-            return t * (1 - shown * revealed)
+            return t * (1 - share * revealed)
 
         times = [(k + 0.5) / TIMES for k in range(TIMES)]
         prior = self.starts.prior / total
@@ -321,33 +321,46 @@ class Match(Objective):
         return u ** (1 / self.context) * process.split(t, later).reveal
 
     def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> Planned:
-        """N and u are low-discrepancy over the batch: each a lattice with an irrational step, shifted by a number of
-        the training step."""
+        """The plan of a step: which positions are masked in z_t and again in z̃. It depends on times and keys alone. N
+        and u are low-discrepancy over the batch: each a lattice with an irrational step, shifted by a number of the
+        training step."""
         origin, t = self.origins(step)
+
+        # The slots of a lattice with an irrational step cover [0, 1) evenly, however the batch is divided among
+        # processes; one shift for all makes each of them uniform. N and u have different irrational steps, so that
+        # their pairs cover the square.
         shift = fold(as_key(step.seed, step.slots.device), Purpose.STEP, step.index)
         shift = fold(shift, Purpose.UPDATE, step.update + 1)
         lattice = step.slots.double()
         place = (uniform(shift, Purpose.TIME, 1) + lattice * 2**0.5) % 1
         u = (uniform(shift, Purpose.TIME, 2) + lattice * GOLDEN) % 1
         phase, keys = self.phases[0 if step.companion is None else step.companion.phase], step.keys()
+
+        # Own texts lie in a ring, `new` more each step, and are numbered since the start of the run. One of the last
+        # `there` is recalled, which leaves out those whose places this step fills. Its number says in which step, at
+        # its last update, and in which slot it was drawn, and so the keys of its noise (`kept`).
         new, capacity = self.texts(step.batch)
         there = min(step.index * new, capacity - new)
         number = step.index * new - 1 - (uniform(keys, Purpose.DATA) * there).long()  # of the own text, since the start
-        drawn = keys
+        noise_keys = keys
         if self.kept:
             before = replace(
                 step, index=number // max(1, new), slots=number % max(1, new), update=self.auxiliary.updates - 1
             )
-            drawn = torch.where(origin == OWN, before.keys(), keys)
+            noise_keys = torch.where(origin == OWN, before.keys(), keys)
+
+        # α(1) may exceed 0: a start from the prior is masked altogether all the same.
         masked = process.masks(t, keys, batch["tokens"].shape[1]) | (origin == PRIOR)[:, None]
         fate = uniform(keys[:, None], Purpose.REVEAL, torch.arange(masked.shape[1], device=keys.device))
         if phase.gradient == "soft":
             again, weight = evenly_masked(masked, fate, u)
         else:
             again, weight = masked_again(masked, fate, self.shares(process, t, place, u)), None
-        plan = planned(process, keys, origin, t, masked, again, weight, step, drawn)
-        kept = torch.where(step.slots < new, (step.index * new + step.slots) % capacity, capacity)
-        return replace(plan, recalled=number % capacity, kept=kept)
+        plan = planned(process, keys, origin, t, masked, again, weight, step, noise_keys)
+
+        # The first `new` slots are those of the prior, and are stored; the others write to the spare row at the end.
+        slots = torch.where(step.slots < new, (step.index * new + step.slots) % capacity, capacity)
+        return replace(plan, recalled=number % capacity, kept=slots)
 
     def texts(self, batch: int) -> tuple[int, int]:
         """Own texts that are added each step, and how many are kept, so that none is read while it is replaced."""
@@ -384,24 +397,24 @@ class Match(Objective):
         # 2. x̃, z̃ and both terms of each row: (R̃, 2), or (R̃,) where the auxiliary alone is updated.
         write = Write(plan, text, companion, step.networks[AUXILIARY], phase if pushes else None)
         with torch.set_grad_enabled(pushes and torch.is_grad_enabled()):
-            found = model(plan.state(text, process), rows=plan.rows, reduce=write)
+            terms = model(plan.state(text, process), rows=plan.rows, reduce=write)
         rows = write.rows  # of these fewer count than was planned where x̃ ends, as padding follows
-        said = rows.counting(found[:, 1] if pushes else found)
+        nll = rows.counting(terms[:, 1] if pushes else terms)
 
         # 3. What evaluations watch, and the student's new texts, which later steps start from.
-        companion.count(said.detach(), rows, plan.origin == PRIOR)
+        companion.count(nll.detach(), rows, plan.origin == PRIOR)
         if step.update == self.auxiliary.updates - 1:
             companion.remember(write.written.tokens, plan.kept)
         if not pushes:
-            return said.sum() / x.numel()
+            return nll.sum() / x.numel()
 
         # 4. The student's term counts where it drew the token itself; weight is n/k of `evenly_masked` (`soft`).
-        pushed = rows.counting(found[:, 0])
+        push = rows.counting(terms[:, 0])
         if write.written.own is not None:
-            pushed = torch.where(rows.of(write.written.own), pushed, 0.0)
+            push = torch.where(rows.of(write.written.own), push, 0.0)
         if plan.weight is not None:
-            pushed = pushed * plan.weight[rows.sequence]
-        return {STUDENT: pushed.sum() / x.numel(), AUXILIARY: said.sum() / x.numel()}
+            push = push * plan.weight[rows.sequence]
+        return {STUDENT: push.sum() / x.numel(), AUXILIARY: nll.sum() / x.numel()}
 
     def graph_key(self, companion: MatchState) -> int:
         return companion.phase
@@ -468,30 +481,30 @@ class Match(Objective):
         if companion.frontier is None:
             companion.frontier = Frontier.of(teacher, self.looks, length, fold(keys, Purpose.COPY, 1), self.smooth)
         frontier, ratios, lacking, astray = companion.frontier, [], 0.0, 0.0
-        found: dict[str, float] = {}
+        signals: dict[str, float] = {}
         canvas = torch.full((self.looks, length), model.process.mask_id, device=model.device)
         for N, weight in sorted(self.steps.items()):
             how = Sampling(steps=N, noise=self.noise, order=self.order)
             written = sample(model, canvas, keys=keys, how=how, batch_size=AT_ONCE).tokens
             texts = text_stats(teacher, written, keys)
-            found |= {f"ratio_{N}": frontier.ratio(texts), f"entropy_{N}": texts.entropy, f"pooled_{N}": texts.pooled}
-            found |= {f"shared_{N}": texts.shared}
+            signals |= {f"ratio_{N}": frontier.ratio(texts), f"entropy_{N}": texts.entropy, f"pooled_{N}": texts.pooled}
+            signals |= {f"shared_{N}": texts.shared}
             if model.process.ending is not None:
-                found |= {f"length_{N}": texts.length}
+                signals |= {f"length_{N}": texts.length}
                 astray = max(astray, frontier.astray(texts))
-            ratios.append((weight, found[f"ratio_{N}"]))
+            ratios.append((weight, signals[f"ratio_{N}"]))
             lacking = max(lacking, frontier.entropy_gap(texts))
-        found |= {"ratio": exp(mean_log(ratios)), "pooled_lacking": lacking}
-        found |= {} if model.process.ending is None else {"lengths_astray": astray}
-        found |= self._at_one_step(model, companion, networks[AUXILIARY], fold(keys, Purpose.COPY, 2), length)
+        signals |= {"ratio": exp(mean_log(ratios)), "pooled_lacking": lacking}
+        signals |= {} if model.process.ending is None else {"lengths_astray": astray}
+        signals |= self._at_one_step(model, companion, networks[AUXILIARY], fold(keys, Purpose.COPY, 2), length)
         value = agreed(score(ratios, (lacking, astray), LACKING), model.device)
         companion.look(value, weights_of(model))
-        return found | {"score": value, "phase": float(companion.phase)}
+        return signals | {"score": value, "phase": float(companion.phase)}
 
     def _at_one_step(
         self, model: MaskedDiffusionLM, companion: MatchState, auxiliary: nn.Module, keys: Tensor, length: int
     ) -> dict[str, float]:
-        teacher_said, said, open_ = [], [], []
+        teacher_nll, auxiliary_nll, open_ = [], [], []
         for some in keys.split(64):
             origin, t = torch.full_like(some, PRIOR), torch.ones(len(some), device=some.device)
             share = self.shares(model.process, t, uniform(some, Purpose.TIME, 1), uniform(some, Purpose.TIME, 2))
@@ -506,16 +519,17 @@ class Match(Objective):
             shown = plan.shown(written, companion.model.process)
             rows, chosen = plan.left_rows, Chosen(plan.left_rows.of(written))
             there = rows.of(shown.masked)  # all of them, unless padding is certain
-            teacher_said.append(-companion.model(shown, rows=rows, reduce=chosen)[there])
-            said.append(-auxiliary(shown, rows=rows, reduce=chosen, generated=plan.generated)[there])
-        ours, theirs = float(torch.cat(said).double().mean()), float(torch.cat(teacher_said).double().mean())
-        trained = companion.counted()
-        gap = {} if trained is None else {"auxiliary_gap": ours - trained}
+            teacher_nll.append(-companion.model(shown, rows=rows, reduce=chosen)[there])
+            auxiliary_nll.append(-auxiliary(shown, rows=rows, reduce=chosen, generated=plan.generated)[there])
+        ours, theirs = float(torch.cat(auxiliary_nll).double().mean()), float(torch.cat(teacher_nll).double().mean())
+        training_nll = companion.counted()
+        gap = {} if training_nll is None else {"auxiliary_gap": ours - training_nll}
         return {"kl_bound": theirs - ours, **gap, "given_noise": float(torch.cat(open_).double().mean())}
 
     def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
-        """Collapse: the pooled entropy lacks more than half a nat, three evaluations in a row in the second half of the
-        run. Drift: the score is worse by a tenth than the best, and has been for five evaluations."""
+        """A warning of collapse or drift. Collapse: the pooled entropy lacks more than half a nat, three evaluations in
+        a row in the second half of the run. Drift: the score is worse by a tenth than the best, and has been for five
+        evaluations."""
         late = [row["pooled_lacking"] for step, row in signals if step >= steps / 2]
         if len(late) >= 3 and min(late[-3:]) > COLLAPSED:
             return (

@@ -76,32 +76,32 @@ class Planned:
 
     def state(self, text: Tensor, process: Process) -> Noised:
         """z_t of a text (b, L)."""
-        tokens, masked = self._masked(text, self.masked, process)
+        tokens, masked = self._with_masks(text, self.masked, process)
         return Noised(tokens, masked, self.noise, self.t, self.latent, self.keys)
 
-    def written(self, student: MaskedDiffusionLM, hidden: Tensor, text: Tensor) -> Written:
+    def written(self, student: MaskedDiffusionLM, hidden: Tensor, text: Tensor) -> StudentTexts:
         """x̃: a token for every masked position, from the student's hidden states (R, D)."""
         process, rows = student.process, self.rows
         with torch.no_grad():
             u = uniform(self.keys[rows.sequence], Purpose.TOKEN, rows.position)
             state = self.state(text, process)
             ends = process.ends(state, rows, self.keys, 0)
-            drawn = draw_tokens(student, hidden.detach(), u, ends=ends).tokens
-            said = state.tokens.index_put((rows.sequence, rows.position), drawn)
-            said = torch.where(state.masked, said, state.tokens)
+            draws = draw_tokens(student, hidden.detach(), u, ends=ends).tokens
+            tokens = state.tokens.index_put((rows.sequence, rows.position), draws)
+            tokens = torch.where(state.masked, tokens, state.tokens)
             if process.ending is None:
-                return Written(said, None)
-            closed = process.closed(said, state.masked)
-            return Written(closed, state.masked & (closed == said))
+                return StudentTexts(tokens, None)
+            closed = process.closed(tokens, state.masked)
+            return StudentTexts(closed, state.masked & (closed == tokens))
 
     def shown(self, written: Tensor, process: Process) -> Noised:
         """z̃, the input of teacher and auxiliary."""
-        keys = fold(self.keys, Purpose.COPY, 1)
-        tokens, masked = self._masked(written, self.again, process)
+        keys = fold(self.keys, Purpose.COPY, 1)  # noise of its own: the student's, which shaped x̃, would betray it
+        tokens, masked = self._with_masks(written, self.again, process)
         noise = process.mask.draw(keys, torch.zeros_like(written), masked)
         return Noised(tokens, masked, noise, self.t, process.latents(keys), self.keys)
 
-    def _masked(self, text: Tensor, masked: Tensor, process: Process) -> tuple[Tensor, Tensor]:
+    def _with_masks(self, text: Tensor, masked: Tensor, process: Process) -> tuple[Tensor, Tensor]:
         """A text (b, L) with masks, and where they are: not where padding is certain."""
         if process.ending is None:
             return text.masked_fill(masked, process.mask_id), masked
@@ -118,7 +118,7 @@ class Planned:
         return rows._replace(counted=there if rows.counted is None else there & rows.counted)
 
 
-class Written(NamedTuple):
+class StudentTexts(NamedTuple):
     """x̃ (b, L). own (b, L): where a token is what the student drew, if rows are whole texts. After the first end
     token, draws other than padding are replaced by padding and give no gradient."""
 
@@ -151,30 +151,31 @@ def planned(
     again: Tensor,
     weight: Tensor | None = None,
     step: Step | None = None,
-    drawn: Tensor | None = None,
+    noise_keys: Tensor | None = None,
 ) -> Planned:
-    """The plan of sequences with these masks in z_t and in z̃. step: pads the rows, if given; drawn: the keys (b,) of
-    the student's noise, if they differ."""
-    drawn, fill = keys if drawn is None else drawn, step is not None and step.fill
+    """The plan of sequences with these masks in z_t and in z̃. step: pads the rows, if given; noise_keys (b,): of the
+    student's noise, if they differ."""
+    noise_keys, fill = keys if noise_keys is None else noise_keys, step is not None and step.fill
+    # With `fill` both numbers of rows take few values, each with a CUDA graph; the rows that pad are not counted.
     rows = Rows.filled(masked) if fill else Rows.where(masked)
     there = rows.of(again)
     size = size_of_rows(int(there.sum()), len(there), len(keys)) if fill else 0
     left = filled_places(there, size) if fill else there.nonzero()[:, 0]
     left_rows = Rows(rows.sequence[left], rows.position[left], counted=there[left] if fill else None)
-    noise = process.mask.draw(drawn, torch.zeros_like(masked, dtype=torch.int64), masked)
-    ended, latent = process.lengths is not None, process.latents(drawn)
+    noise = process.mask.draw(noise_keys, torch.zeros_like(masked, dtype=torch.int64), masked)
+    ended, latent = process.lengths is not None, process.latents(noise_keys)
     return Planned(keys, origin, t, masked, again, noise, latent, weight, rows, left, left_rows, ended=ended)
 
 
 class Write(NeedsAllRows):
-    """From the student's rows: sample x̃, mask it again and compute the auxiliary's cross-entropy, (R̃,); where the
-    student is updated, compare with the teacher too, (R̃, 2)."""
+    """The reading of the student's rows: sample x̃, mask it again and compute the auxiliary's cross-entropy, (R̃,);
+    where the student is updated, compare with the teacher too, (R̃, 2)."""
 
     def __init__(
         self, plan: Planned, text: Tensor, companion: MatchState, auxiliary: nn.Module, how: Push | None
     ) -> None:
         self.plan, self.text, self.companion, self.auxiliary, self.how = plan, text, companion, auxiliary, how
-        self.written = Written(text, None)
+        self.written = StudentTexts(text, None)
         self.rows = plan.left_rows
 
     def read(self, head: Head) -> Tensor:
@@ -182,16 +183,16 @@ class Write(NeedsAllRows):
         self.written = plan.written(self.companion.student, head.rows, self.text)
         shown = plan.shown(self.written.tokens, teacher.process)
         rows = self.rows = plan.open_rows(shown, teacher.process)
-        said = rows.of(self.written.tokens)
-        if self.how is None:
+        targets = rows.of(self.written.tokens)
+        if self.how is None:  # the auxiliary alone is updated; the student's pass, which calls this, has no gradient
             with torch.enable_grad():
-                return -self.auxiliary(shown, rows=rows, reduce=Chosen(said), generated=plan.generated)
+                return -self.auxiliary(shown, rows=rows, reduce=Chosen(targets), generated=plan.generated)
         ours = head._replace(rows=head.rows[plan.left])
         with torch.no_grad():
-            wanted = teacher.head_of(teacher.trunk_at(shown, rows))
+            theirs = teacher.head_of(teacher.trunk_at(shown, rows))
         process = self.companion.student.process
-        ours, wanted = (without_end_before_text(each, shown, rows, process) for each in (ours, wanted))
-        compare = Compare(ours, wanted, said, self.how)
+        ours, theirs = (without_end_before_text(each, shown, rows, process) for each in (ours, theirs))
+        compare = Compare(ours, theirs, targets, self.how)
         return self.auxiliary(shown, rows=rows, reduce=compare, generated=plan.generated)
 
 
@@ -207,13 +208,15 @@ def without_end_before_text(head: Head, shown: Noised, rows: Rows, process: Proc
 
 @dataclass(frozen=True)
 class Compare(NeedsAllRows):
+    """Both terms of each row of z̃, (R̃, 2), from the student's, the teacher's and the auxiliary's heads over it."""
+
     student: Head
     teacher: Any
-    said: Tensor
+    targets: Tensor
     how: Push
 
     def read(self, head: Head) -> Tensor:
-        return match_rows(self.how.gradient, self.student, self.teacher, head, self.said, self.how.clip)
+        return match_rows(self.how.gradient, self.student, self.teacher, head, self.targets, self.how.clip)
 
 
 class Auxiliary(Network):
@@ -226,18 +229,18 @@ class Auxiliary(Network):
 
     @classmethod
     def of(cls, teacher: MaskedDiffusionLM, lengths: Sequence[float] | None = None) -> Auxiliary:
-        """lengths: the student's, if it has them."""
+        """The auxiliary of a teacher, with its weights. lengths: the student's, if it has them."""
         changed = {"dropout": 0.0} | ({} if lengths is None else {"lengths": list(lengths)})
-        made = cls(teacher.config.changed(**changed))
-        missing, unknown = made.load_state_dict(teacher.state_dict(), strict=False)
+        auxiliary = cls(teacher.config.changed(**changed))
+        missing, unknown = auxiliary.load_state_dict(teacher.state_dict(), strict=False)
         if unknown or missing != ["generated"]:
             odd = (unknown + [name for name in missing if name != "generated"])[0]
             raise UserError(
                 f"objective 'match': the teacher's weights cannot be copied, {odd!r} has no place; "
                 "use a model as it was saved, with no layer replaced"
             )
-        nn.Module.to(made, teacher.device)
-        return made
+        nn.Module.to(auxiliary, teacher.device)
+        return auxiliary
 
     def forward(  # type: ignore[override]
         self, state: Noised, rows: Rows, reduce: Any, generated: Tensor
@@ -260,9 +263,9 @@ def agreed(value: float, device: torch.device) -> float:
     """The first process' value: all processes must decide alike, and sums on a GPU differ in their last digits."""
     if not _together():
         return value
-    told = torch.tensor(value, dtype=torch.float64, device=device)
-    torch.distributed.broadcast(told, 0)
-    return float(told)
+    first_value = torch.tensor(value, dtype=torch.float64, device=device)
+    torch.distributed.broadcast(first_value, 0)
+    return float(first_value)
 
 
 class MatchState:
@@ -294,21 +297,24 @@ class MatchState:
 
     def remember(self, written: Tensor, places: Tensor) -> None:
         """Store texts (b, L) at their indices (b,)."""
-        held = self.texts(0, 0)
+        texts = self.texts(0, 0)
         if not _together():
-            held.index_copy_(0, places, written)
+            texts.index_copy_(0, places, written)
             return
-        everyones = torch.zeros_like(held).index_copy_(0, places, written + 1)
-        torch.distributed.all_reduce(everyones)
-        held.copy_(torch.where(everyones > 0, everyones - 1, held))
 
-    def count(self, said: Tensor, rows: Rows, chosen: Tensor) -> None:
+        # An index is written by one process, and 0 marks those that none writes, hence + 1. (The spare row, to which
+        # all write, becomes a sum without meaning, and is never read.)
+        everyones = torch.zeros_like(texts).index_copy_(0, places, written + 1)
+        torch.distributed.all_reduce(everyones)
+        texts.copy_(torch.where(everyones > 0, everyones - 1, texts))
+
+    def count(self, nll: Tensor, rows: Rows, chosen: Tensor) -> None:
         """Accumulate the auxiliary's training cross-entropy (R̃,) over the chosen sequences (b,)."""
         mine = chosen[rows.sequence] if rows.counted is None else chosen[rows.sequence] & rows.counted
-        self.seen += torch.stack((torch.where(mine, said.double(), 0.0).sum(), mine.double().sum()))
+        self.seen += torch.stack((torch.where(mine, nll.double(), 0.0).sum(), mine.double().sum()))
 
     def counted(self) -> float | None:
-        """Its mean since the last call."""
+        """The mean of the auxiliary's training cross-entropy (`count`) since the last call; None without any."""
         seen = self.seen.clone()
         if _together():
             torch.distributed.all_reduce(seen)
@@ -337,9 +343,9 @@ class MatchState:
                 average[name].copy_(self.best[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        held = {"seen": self.seen} | {f"best.{name}": weight for name, weight in self.best.items()}
-        held |= {f"teacher.{name}": weight for name, weight in weights_of(self.model).items()}
-        return held | ({"texts": self.held[:-1]} if self.held is not None else {})
+        tensors = {"seen": self.seen} | {f"best.{name}": weight for name, weight in self.best.items()}
+        tensors |= {f"teacher.{name}": weight for name, weight in weights_of(self.model).items()}
+        return tensors | ({"texts": self.held[:-1]} if self.held is not None else {})
 
     def values(self) -> dict[str, Any]:
         frontier = None if self.frontier is None else self.frontier.values()

@@ -93,30 +93,31 @@ class ReDi(Objective):
         companion: Any = None,
         networks: Mapping[str, nn.Module] | None = None,
     ) -> dict[str, float]:
-        """`fitted`: the fraction of masked tokens of the first pairs that the student gives a probability above ½; a
-        few-step student needs it near 1. `decided`: the fraction of the same positions where, under noise it was not
-        trained on, it gives some token a probability above ½. With fresh noise there is nothing to fit."""
+        """How much the student decides by its noise. `fitted`: the fraction of masked tokens of the first pairs that
+        the student gives a probability above ½; a few-step student needs it near 1. `decided`: the fraction of the same
+        positions where, under noise it was not trained on, it gives some token a probability above ½. With fresh noise
+        there is nothing to fit."""
         if self.noise == "fresh":
             return {}
         pairs = {name: c.to(model.device) for name, c in source.rows(torch.arange(min(LOOKED_AT, len(source)))).items()}
         unseen = fold(as_key(seed, model.device), Purpose.SAMPLE, torch.arange(len(pairs["t"]), device=model.device))
 
-        def share(keys: Tensor, known: bool) -> float:
+        def share(keys: Tensor, of_pairs: bool) -> float:
             sure = []
             for some in torch.arange(len(keys), device=keys.device).split(AT_ONCE):
                 state = model.process.noised(pairs["noised"][some], pairs["t"][some], keys[some])
                 rows = Rows.where(state.masked)
-                read = Chosen(rows.of(pairs["tokens"][some])) if known else (lambda law, part: law.amax(-1))
+                read = Chosen(rows.of(pairs["tokens"][some])) if of_pairs else (lambda law, part: law.amax(-1))
                 sure.append(model(state, rows=rows, reduce=read) > log(0.5))
             return float(torch.cat(sure).double().mean())
 
-        fitted = share(pairs["seed"], known=True)
+        fitted = share(pairs["seed"], of_pairs=True)
         if not model.process.noisy:
             return {"fitted": fitted}  # without noise nothing can be decided
-        return {"fitted": fitted, "decided": share(unseen, known=False)}
+        return {"fitted": fitted, "decided": share(unseen, of_pairs=False)}
 
     def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
-        """From half of the run on: whether `fitted`, extrapolated from its recent rise, will reach 90%."""
+        """A warning, from half of the run on, if `fitted`, extrapolated from its recent rise, will not reach 90%."""
         if len(signals) < 3 or signals[-1][0] < steps / 2 or "decided" not in signals[-1][1]:
             return None
         (before, earlier), (now, latest) = signals[-3], signals[-1]

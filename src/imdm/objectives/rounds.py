@@ -39,7 +39,7 @@ class Teacher:
             parameter.copy_(shared_like(weights[name], parameter))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its weights, without frozen ones that it shares with the student."""
+        """The teacher's weights, without frozen ones that it shares with the student."""
         students = {id(weight) for weight in weights_of(self.student).values()}
         return {name: weight for name, weight in weights_of(self.model).items() if id(weight) not in students}
 

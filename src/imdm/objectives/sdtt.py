@@ -113,7 +113,7 @@ def teacher_reveals(
 ) -> tuple[Tensor, ...]:
     """Which of the rows each step of the teacher but the last reveals, (n,) each; it depends on times and keys alone.
     With `fill`, padded with rows that it does not reveal, so that n has few values: 3, 6, 12, …"""
-    times, found = teacher_times(state.t, dt, steps), []
+    times, reveals = teacher_times(state.t, dt, steps), []
     for step in range(1, steps):
         s = times[:, step]
         revealed = process.reveals(state, s, keys, step)  # (B, L)
@@ -121,10 +121,10 @@ def teacher_reveals(
         now = rows.of(revealed)  # (R,)
         if fill:
             many = min(len(now), 3 << max(0, -(-int(now.sum()) // 3) - 1).bit_length())
-            found.append(filled_places(now, many))
+            reveals.append(filled_places(now, many))
         else:
-            found.append(now.nonzero()[:, 0])
-    return tuple(found)
+            reveals.append(now.nonzero()[:, 0])
+    return tuple(reveals)
 
 
 class Target(NamedTuple):
@@ -169,12 +169,12 @@ def teacher_rows(
     for step, now in enumerate(reveals, 1):
         here = Rows(rows.sequence[now], rows.position[now])
         u = uniform(keys[here.sequence], Purpose.TOKEN, here.position)
-        drawn = draw_tokens(teacher, hidden[now], u, ends=process.ends(state, here, keys, step)).tokens
-        proposal = state.tokens.index_put((here.sequence, here.position), drawn)
+        draws = draw_tokens(teacher, hidden[now], u, ends=process.ends(state, here, keys, step)).tokens
+        proposal = state.tokens.index_put((here.sequence, here.position), draws)
         later = process.reverse(state, times[:, step], proposal, keys, step, "keep")
         if certain is not None:
-            drawn_now = process.reveals(state, times[:, step], keys, step)
-            certain = certain | rows.of(state.masked & ~drawn_now & ~later.masked)
+            reveals_now = process.reveals(state, times[:, step], keys, step)
+            certain = certain | rows.of(state.masked & ~reveals_now & ~later.masked)
         state = later
         hidden = torch.where(rows.of(state.masked)[:, None], teacher.trunk_at(state, rows), hidden)
     return Target(hidden, certain)

@@ -37,11 +37,11 @@ def many_steps(length: int) -> int:
 
 @dataclass(frozen=True)
 class TextStats:
-    """Of some texts: nll, the teacher's NELBO in nats a token; entropy of a text's token counts, the mean; pooled,
-    entropy of the counts of all texts together, which shows a collapse that the first hides; shared, the fraction of a
-    text's 4-grams that occur in another text. Where rows are whole texts, padding is ignored, and entropy, which grows
-    with length, is that of the first quarter of a row, over the texts that are at least that long; length is the mean
-    number of tokens, spread its standard deviation."""
+    """Measurements of some texts: nll, the teacher's NELBO in nats a token; entropy of a text's token counts, the mean;
+    pooled, entropy of the counts of all texts together, which shows a collapse that the first hides; shared, the
+    fraction of a text's 4-grams that occur in another text. Where rows are whole texts, padding is ignored, and
+    entropy, which grows with length, is that of the first quarter of a row, over the texts that are at least that long;
+    length is the mean number of tokens, spread its standard deviation."""
 
     nll: float
     entropy: float
@@ -53,10 +53,10 @@ class TextStats:
 
 @torch.no_grad()
 def text_stats(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> TextStats:
-    """Of texts (n, L), read under keys (n,). The NELBO is the mean over k = 1 … L of the cross-entropy of a masked
-    token when k are masked: this form has no large weights."""
+    """Measure texts (n, L) by their teacher, which reads them under keys (n,). The NELBO is the mean over k = 1 … L of
+    the cross-entropy of a masked token when k are masked: this form has no large weights."""
     (n, L), process = texts.shape, teacher.process
-    found = torch.zeros(n, dtype=torch.float64, device=texts.device)
+    nlls = torch.zeros(n, dtype=torch.float64, device=texts.device)
     for reading in range(READINGS):
         key = fold(keys, Purpose.COPY, reading)
         place = (torch.arange(n, device=keys.device) + uniform(key, Purpose.TIME)) / n
@@ -67,13 +67,13 @@ def text_stats(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> TextS
             hidden = texts[part].masked_fill(masked[part], process.mask_id)
             state = process.noised(hidden, (many[part] / L).float(), key[part])
             rows = Rows.where(state.masked)
-            missed = -teacher(state, rows=rows, reduce=Chosen(rows.of(texts[part]))).double()
-            found[part] += (missed.new_zeros(len(part)).index_add(0, rows.sequence, missed) / many[part]) / READINGS
+            losses = -teacher(state, rows=rows, reduce=Chosen(rows.of(texts[part]))).double()
+            nlls[part] += (losses.new_zeros(len(part)).index_add(0, rows.sequence, losses) / many[part]) / READINGS
     home = texts.cpu()
     size = lengths(home, process.ending)
-    nll = float(found.mean() if size is None else L * found.sum() / (size - 1).sum().clamp(min=1))  # all may be empty
-    begun = home if size is None else home[size >= L // QUARTER, : L // QUARTER]
-    entropy = sample_entropy(begun) if len(begun) else sample_entropy(home, size)
+    nll = float(nlls.mean() if size is None else L * nlls.sum() / (size - 1).sum().clamp(min=1))  # all may be empty
+    starts = home if size is None else home[size >= L // QUARTER, : L // QUARTER]
+    entropy = sample_entropy(starts) if len(starts) else sample_entropy(home, size)
     tokens = torch.zeros(1) if size is None else size.double()
     length, spread = float(tokens.mean()), float(tokens.std(correction=0))
     return TextStats(
@@ -101,15 +101,15 @@ class Frontier:
 
     @classmethod
     def of(cls, teacher: MaskedDiffusionLM, many: int, length: int, keys: Tensor, smooth: bool = False) -> Frontier:
-        """From `many` texts at each temperature; smooth: `smoothed`."""
+        """The frontier of a teacher, from `many` of its texts at each temperature; smooth: `smoothed`."""
         canvas = torch.full((many, length), teacher.process.mask_id, device=teacher.device)
-        found = []
+        points = []
         for number, temperature in enumerate(TEMPERATURES):
             key = fold(keys, Purpose.PAIR, number)
             how = Sampling(steps=many_steps(length), temperature=temperature)
             texts = sample(teacher, canvas, keys=key, how=how, batch_size=AT_ONCE).tokens
-            found.append(text_stats(teacher, texts, key))
-        return cls.from_points([asdict(point) for point in (smoothed(found, TEMPERATURES) if smooth else found)])
+            points.append(text_stats(teacher, texts, key))
+        return cls.from_points([asdict(point) for point in (smoothed(points, TEMPERATURES) if smooth else points)])
 
     @classmethod
     def from_points(cls, points: Sequence[dict[str, float]]) -> Frontier:
@@ -119,10 +119,12 @@ class Frontier:
         return [asdict(point) for point in self.points]
 
     def at(self, entropy: float) -> TextStats:
-        """Linear interpolation between the points; the nearest point beyond them."""
+        """The teacher's statistics at this entropy: linear between the points; the nearest point beyond them."""
         rising = [asdict(point) for point in reversed(self.points)]
-        known = [point["entropy"] for point in rising]
-        return TextStats(**{name: float(np.interp(entropy, known, [p[name] for p in rising])) for name in rising[0]})
+        entropies = [point["entropy"] for point in rising]
+        return TextStats(
+            **{name: float(np.interp(entropy, entropies, [p[name] for p in rising])) for name in rising[0]}
+        )
 
     def ratio(self, texts: TextStats) -> float:
         """The texts' perplexity under the teacher, divided by that of its own texts at equal entropy."""

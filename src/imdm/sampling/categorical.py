@@ -30,7 +30,7 @@ def draw(log_probs: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 
 
 
 def inverted(p: Tensor, u: Tensor) -> Tensor:
-    """The same for probabilities (R, V), which need not be normalised."""
+    """The token of each row of probabilities (R, V), which need not be normalised, whose interval contains u (R,)."""
     edge = p.cumsum(-1)
     total = edge[:, -1:]
     token = torch.searchsorted(edge, u[:, None] * total, right=True)
@@ -77,38 +77,38 @@ def draw_tokens(
     if rows.is_cuda and temperature == top_p == 1.0:
         head = denoiser.head_of(rows)
         if head.layer is not None and head.is_linear and (fast := kernels("draw")):
-            known, weight, bias = head.tensors
+            hidden, weight, bias = head.tensors
             weight = _as_products(weight)
             if ending is None or ends is None:
-                return Drawn(*fast.draw_from_head(known, weight, bias, head.never, u))
+                return Drawn(*fast.draw_from_head(hidden, weight, bias, head.never, u))
             others = bias.masked_fill(ending.among(denoiser.vocab_size, rows.device), -torch.inf)
-            inside = Drawn(*fast.draw_from_head(known, weight, others, head.never, u))
-            return _ended(inside, known, weight, bias, ending, ends)
+            inside = Drawn(*fast.draw_from_head(hidden, weight, others, head.never, u))
+            return _ended(inside, hidden, weight, bias, ending, ends)
     size = max(1, AT_ONCE // denoiser.vocab_size)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
     log_probs = torch.empty(len(rows), device=rows.device)
     for first in range(0, len(rows), size):
         part = slice(first, first + size)
-        given = denoiser.head(rows[part])
+        log_p = denoiser.head(rows[part])
         if ending is None or ends is None:
-            tokens[part] = draw(given, u[part], temperature, top_p)
+            tokens[part] = draw(log_p, u[part], temperature, top_p)
         else:
             here = Ends(*(each[part] for each in ends))
-            given = ending.within(given, here.barred)
-            p = probabilities(given, temperature, top_p)
+            log_p = ending.within(log_p, here.barred)
+            p = probabilities(log_p, temperature, top_p)
             p = p / p.sum(-1, keepdim=True)
             others = inverted(p.masked_fill(ending.among(p.shape[-1], p.device), 0.0), u[part])
             tokens[part] = ending.decided(others, p[:, ending.pad], p[:, ending.end], here.v)
-        log_probs[part] = given.gather(-1, tokens[part, None])[:, 0].float()
+        log_probs[part] = log_p.gather(-1, tokens[part, None])[:, 0].float()
     return Drawn(tokens, log_probs)
 
 
-def _ended(inside: Drawn, known: Tensor, weight: Tensor, bias: Tensor, ending: Ending, ends: Ends) -> Drawn:
+def _ended(inside: Drawn, hidden: Tensor, weight: Tensor, bias: Tensor, ending: Ending, ends: Ends) -> Drawn:
     """The tokens that a kernel drew without end and padding, replaced by these where `ends` decides so. The kernel
     returns the probability of its token, which with its logit gives the normaliser over all tokens but these two."""
 
     def logit(ids: Tensor | int) -> Tensor:
-        return (known.float() * weight[ids].float()).sum(-1) + bias[ids].float()
+        return (hidden.float() * weight[ids].float()).sum(-1) + bias[ids].float()
 
     marks = torch.stack((logit(ending.pad), logit(ending.end))).double()
     if ending.pad == ending.end:
@@ -124,5 +124,5 @@ def _ended(inside: Drawn, known: Tensor, weight: Tensor, bias: Tensor, ending: E
 
 
 def _as_products(values: Tensor) -> Tensor:
-    """In the dtype of matmuls under the current autocast."""
+    """Values cast to the dtype of matmuls under the current autocast."""
     return values.to(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else values

@@ -67,6 +67,6 @@ class Generation:
         return f"Generation({B} × {L} tokens{'' if self.trace is None else ', with trace'})"
 
     def to(self, device: torch.device) -> Generation:
-        """The same on another device, without its trace."""
-        moved = {name: column.to(device) for name, column in vars(self).items() if isinstance(column, Tensor)}
-        return replace(self, **moved, trace=None)
+        """This generation on another device, without its trace."""
+        columns = {name: column.to(device) for name, column in vars(self).items() if isinstance(column, Tensor)}
+        return replace(self, **columns, trace=None)

@@ -38,31 +38,31 @@ def decode_left_to_right(
     if bool(_fills_in(tokens, masked, process.ending).any()):
         raise UserError("this model is autoregressive: it continues a text, and cannot infill")
     parts: list[Tensor] = []
-    for some in _parts(tokens, keys, batch_size):
+    for some in _batches(tokens, keys, batch_size):
         before = int(masked[: sum(map(len, parts))].sum())
-        parts.append(_written(denoiser, *some, how, before, on_progress))
-    made = torch.cat(parts)
-    drawn = masked if process.ending is None else masked & ~process.ending.ended(made)
-    evaluations = drawn.sum(1)
+        parts.append(_continuation(denoiser, *some, how, before, on_progress))
+    texts = torch.cat(parts)
+    draws = masked if process.ending is None else masked & ~process.ending.ended(texts)
+    evaluations = draws.sum(1)
     step = torch.minimum(masked.cumsum(1), evaluations[:, None]) - 1  # padding is set with the end token
-    return Generation(made, torch.where(masked, step, -1), evaluations, torch.zeros_like(made))
+    return Generation(texts, torch.where(masked, step, -1), evaluations, torch.zeros_like(texts))
 
 
 def _fills_in(tokens: Tensor, masked: Tensor, ending: Ending | None) -> Tensor:
     """Which rows have text after a hole: (B,). Padding, or a single token in the last position, does not count."""
-    given = ~masked
-    given[:, -1] = False
+    text = ~masked
+    text[:, -1] = False
     if ending is not None:
-        given &= tokens != ending.pad
-    return ((masked.cumsum(1) > 0) & given).any(1)
+        text &= tokens != ending.pad
+    return ((masked.cumsum(1) > 0) & text).any(1)
 
 
-def _parts(tokens: Tensor, keys: Tensor, batch_size: int | None) -> list[tuple[Tensor, Tensor]]:
+def _batches(tokens: Tensor, keys: Tensor, batch_size: int | None) -> list[tuple[Tensor, Tensor]]:
     size = batch_size or len(tokens)
     return list(zip(tokens.split(size), keys.split(size), strict=True))
 
 
-def _written(
+def _continuation(
     denoiser: Any,
     tokens: Tensor,
     keys: Tensor,
@@ -74,18 +74,18 @@ def _written(
     the answer has to be waited for, and what is written after an end is padding all the same."""
     process, tokens, (B, L) = denoiser.process, tokens.clone(), tokens.shape
     masked = tokens == process.mask_id
-    known = int((masked.cumsum(1) == 0).sum(1).min())  # tokens that all rows have before their first hole
+    start = int((masked.cumsum(1) == 0).sum(1).min())  # tokens that all rows have before their first hole
     holes = masked.sum(0).cumsum(0).tolist()
     u = uniform(keys[:, None], Purpose.TOKEN, torch.arange(L, device=keys.device))  # (B, L)
     ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
     every = LOOK if tokens.is_cuda and on_progress is None else 1
-    new = tokens[:, :known]
+    new = tokens[:, :start]
     captured = nullcontext() if denoiser.steps is None else denoiser.steps.reading(denoiser, B, L)
     with captured as step:
-        read = step or Growing(denoiser)
-        for place in range(known, L):
-            drawn = draw_tokens(denoiser, read(new), u[:, place], how.temperature, how.top_p).tokens
-            new = torch.where(masked[:, place], drawn, tokens[:, place])[:, None]
+        read = step or TextReader(denoiser)
+        for place in range(start, L):
+            choice = draw_tokens(denoiser, read(new), u[:, place], how.temperature, how.top_p).tokens
+            new = torch.where(masked[:, place], choice, tokens[:, place])[:, None]
             tokens[:, place] = new[:, 0]
             if process.ending is not None:
                 ended |= (new[:, 0] == process.ending.end) | (new[:, 0] == process.ending.pad)
@@ -97,7 +97,7 @@ def _written(
     return process.closed(tokens, masked)
 
 
-class Growing:
+class TextReader:
     """Reads tokens (B, T) that follow those read before: the hidden state (B, D) of the last one. The cache grows."""
 
     def __init__(self, denoiser: Any) -> None:

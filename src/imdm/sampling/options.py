@@ -47,11 +47,11 @@ class Sampling:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Sampling:
-        """From the keyword arguments of a call; for unknown ones the error lists the known."""
-        known = [field.name for field in fields(cls)]
+        """The options of a call from its keyword arguments; for unknown ones the error lists the known."""
+        names = [field.name for field in fields(cls)]
         for name in options:
-            if name not in known:
-                raise unknown("sampling option", name, known)
+            if name not in names:
+                raise unknown("sampling option", name, names)
         return cls(**options)
 
     def __post_init__(self) -> None:

@@ -39,7 +39,7 @@ def reveal_steps(survival: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(-survival[:, 1:].contiguous(), -u.contiguous()).clamp(max=survival.shape[1] - 2)
 
 
-def spread(keys: Tensor, length: int, steps: int) -> Tensor:
+def spread_order(keys: Tensor, length: int, steps: int) -> Tensor:
     """Numbers (B, L) in [0, 1), which decide when positions are revealed: each is uniform, and [0, 1) is divided into N
     equal parts such that the positions of one part are N apart.
 
@@ -77,7 +77,7 @@ def plan(process: Process, keys: Tensor, t: Tensor, steps: int, length: int, ord
     alpha = process.schedule.alpha(grid)
     survival = Split(alpha[:, :1], alpha).stay
     if order == "spread":
-        u = spread(keys, length, steps)
+        u = spread_order(keys, length, steps)
     else:
         u = uniform(keys[:, None], Purpose.REVEAL, torch.arange(length, device=keys.device))
     return Plan(grid, alpha, reveal_steps(survival, u))
@@ -101,7 +101,7 @@ class Turn:
     rows: Rows
 
     def only(self, masked: Tensor) -> Turn:
-        """The same without positions that are no longer masked (B, L), and without sequences that have none left."""
+        """This turn without positions that are no longer masked (B, L), and without sequences that have none left."""
         rows = self.rows
         left = masked[self.active[rows.sequence], rows.position]
         sequence, position = rows.sequence[left], rows.position[left]
@@ -127,30 +127,36 @@ def turns(planned: Plan, masked: Tensor, *, batch_size: int | None = None) -> tu
     if device.type == "cpu":  # elsewhere their number would be waited for
         place = place[step_of >= 0]
         step_of = step_of[place]
-    wanted = torch.where(step_of >= 0, place // L * N + step_of, B * N)  # (sequence, step), or none
-    here = torch.zeros(B * N + 1, dtype=torch.int64, device=device)
-    here.scatter_add_(0, wanted, torch.ones_like(wanted))
 
-    # On the CPU: which sequences are evaluated at which steps, the turn of each such visit, and its index in it.
+    # A visit is a step that reveals something of a sequence: one evaluation, for all positions that it reveals.
+    visit_of = torch.where(step_of >= 0, place // L * N + step_of, B * N)  # (sequence, step), or none
+    here = torch.zeros(B * N + 1, dtype=torch.int64, device=device)
+    here.scatter_add_(0, visit_of, torch.ones_like(visit_of))
+
+    # On the CPU: which sequences are evaluated at which steps, the turn of each such visit, and its index in it. From
+    # the step `before`, that of its last visit, to this one nothing of a sequence is revealed, so that one split covers
+    # all steps between them: both of its probabilities telescope.
     positions = here.cpu().numpy()[:-1]
     visits = np.flatnonzero(positions)
     sequence, step = visits // N, visits % N
     count = np.bincount(sequence, minlength=B)
-    before = np.where(_within(count) > 0, np.roll(step, 1), 0)
-    turn = np.repeat(_starts(count, batch_size), count) + _within(count)
+    before = np.where(_ranks(count) > 0, np.roll(step, 1), 0)
+    turn = np.repeat(_starts(count, batch_size), count) + _ranks(count)
     order, sizes = np.argsort(turn, kind="stable"), np.bincount(turn)  # visits in the order of the turns
     revealed = positions[visits][order]
     first = np.concatenate(([0], np.cumsum(sizes)[:-1]))[: len(sizes)]
     most, totals = (f.reduceat(revealed, first) if len(sizes) else revealed for f in (np.maximum, np.add))
-    local = np.repeat(_within(sizes), revealed)
+    local = np.repeat(_ranks(sizes), revealed)
 
     # On the device: the positions in the order of the turns, the times of all visits, and all of it split into turns.
-    parts = [count, visits[order], sequence[order], step[order], before[order], local, _within(revealed)]
+    # Positions are sorted by the rank of their visit, stably, so that those of one visit stay in order; those of none
+    # come last and are cut off. All sizes are known on the CPU: nothing here is waited for.
+    parts = [count, visits[order], sequence[order], step[order], before[order], local, _ranks(revealed)]
     there = sent(torch.from_numpy(np.concatenate(parts)), device).split([len(part) for part in parts])
     evaluations, sorted_visits, active, now = there[:4]
     rank = torch.full((B * N + 1,), len(visits), device=device)
     rank[sorted_visits] = torch.arange(len(visits), device=device)
-    column = place[rank[wanted].argsort(stable=True)[: len(local)]] % L
+    column = place[rank[visit_of].argsort(stable=True)[: len(local)]] % L
     rows = map(Rows, *(x.split(totals.tolist()) for x in (there[5], column, there[6])), most.tolist())
     split = planned.split(active, there[4], now)
     each = [x.split(sizes.tolist()) for x in (active, now, planned.grid[active, now], split.alpha_t, split.alpha_s)]
@@ -169,7 +175,7 @@ def _starts(count: np.ndarray, batch_size: int | None) -> np.ndarray:
     return starts
 
 
-def _within(count: np.ndarray) -> np.ndarray:
+def _ranks(count: np.ndarray) -> np.ndarray:
     """0, 1, …, count − 1 for each count, one after another."""
     ends = np.cumsum(count)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - count, count)

@@ -97,13 +97,13 @@ def reverse_step(denoiser: Denoiser, canvas: Canvas, turn: Turn, keys: Keys, how
     # A token for each.
     u = uniform(keys.tokens[rows.sequence], Purpose.TOKEN, rows.position)
     ends = process.ends(state, rows, keys.tokens, now)
-    drawn = draw_tokens(denoiser, hidden, u, how.temperature, how.top_p, ends)
+    reveals = draw_tokens(denoiser, hidden, u, how.temperature, how.top_p, ends)
     place = turn.active[rows.sequence], rows.position
-    canvas.tokens[place] = drawn.tokens
-    canvas.log_probs[place] = drawn.log_probs
+    canvas.tokens[place] = reveals.tokens
+    canvas.log_probs[place] = reveals.log_probs
     if not process.is_planned:
         _close(process, canvas, turn, masked)
-    return drawn
+    return reveals
 
 
 def _close(process: Process, canvas: Canvas, turn: Turn, holes: Tensor) -> None:
@@ -178,10 +178,10 @@ def sample(
     for turn in coming:
         own = keys[turn.active]
         noise = own if noise_keys is None else noise_keys[turn.active]
-        drawn = reverse_step(denoiser, canvas, turn, Keys(own, own, noise), how)
-        written += len(drawn.tokens)
+        reveals = reverse_step(denoiser, canvas, turn, Keys(own, own, noise), how)
+        written += len(reveals.tokens)
         if on_step is not None:
-            on_step(Revealed(turn.active, turn.now, canvas.tokens[turn.active], turn.rows, drawn.log_probs))
+            on_step(Revealed(turn.active, turn.now, canvas.tokens[turn.active], turn.rows, reveals.log_probs))
         if on_progress is not None:
             if not process.is_planned:  # padding is written too
                 written = int((masked & (canvas.tokens != process.mask_id)).sum())

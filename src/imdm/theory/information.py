@@ -48,16 +48,16 @@ def contexts(language: Language, keep: float) -> Iterator[Context]:
     L = language.length
     for pattern in itertools.product((False, True), repeat=L):
         masked = tuple(i for i in range(L) if pattern[i])
-        kept = tuple(i for i in range(L) if not pattern[i])
-        weight = keep ** len(kept) * (1 - keep) ** len(masked)
+        visible = tuple(i for i in range(L) if not pattern[i])
+        weight = keep ** len(visible) * (1 - keep) ** len(masked)
         if weight == 0:
             continue
-        joint = language.joint.permute(*kept, *masked).reshape(-1, *[language.symbols] * len(masked))
-        for row, values in enumerate(itertools.product(range(language.symbols), repeat=len(kept))):
+        joint = language.joint.permute(*visible, *masked).reshape(-1, *[language.symbols] * len(masked))
+        for row, values in enumerate(itertools.product(range(language.symbols), repeat=len(visible))):
             p = float(joint[row].sum())
             if p > 0:
                 tokens = torch.full((L,), language.mask_id)
-                tokens[list(kept)] = torch.tensor(values, dtype=tokens.dtype)
+                tokens[list(visible)] = torch.tensor(values, dtype=tokens.dtype)
                 yield Context(masked, tokens, weight * p, joint[row] / p)
 
 

@@ -39,7 +39,7 @@ class Tabulated(ABC):
 
 
 class _Enumerated(Tabulated):
-    """A language's own table."""
+    """A denoiser that knows its language: reads p(x | revealed tokens) off the enumerated joint."""
 
     def __init__(self, language: Language, mask: Mask, schedule: Schedule | None) -> None:
         self.language, self.length = language, language.length

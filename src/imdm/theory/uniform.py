@@ -50,5 +50,5 @@ def expected_rate(x: int, x_theta: Tensor, alpha: float, slope: float, masks: in
 
 
 def limit_rate(x: int, x_theta: Tensor, alpha: float, slope: float) -> Tensor:
-    """The same expectation at M = ∞: (1 − α_t) · −α'_t/(1 − α_t) · (−ln⟨x_θ, x⟩) (Eqs. 12 and 14)."""
+    """`expected_rate` at M = ∞, the rate of IMDM: (1 − α_t) · −α'_t/(1 − α_t) · (−ln⟨x_θ, x⟩) (Eqs. 12 and 14)."""
     return -slope * -torch.log(x_theta.double()[x])

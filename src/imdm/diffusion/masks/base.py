@@ -51,8 +51,8 @@ class Mask(Settings):
         """The noise of positions (R,), (R, d) or (R,); None when the mask carries none."""
 
     def noise_between(self, path: NoisePath, position: Tensor, draw: Tensor) -> Tensor | None:
-        """The same on a path from one noise to another, whose every point has the distribution of the noise. Discrete
-        masks switch, each position at a random point of its own."""
+        """The noise of positions on a path from one noise to another, each point of which has the distribution of
+        `noise`. Discrete masks switch, each position at a random point of its own."""
         one, other = (self.noise(keys, position, draw) for keys in (path.first, path.second))
         if one is None or other is None:
             return None
@@ -64,7 +64,8 @@ class Mask(Settings):
         return None
 
     def every(self, holes: int) -> Tensor | None:
-        """All of them, if `noises` is finite: (n, holes); None when the mask carries none."""
+        """All joint noises of so many masked positions, if `noises` is finite: (n, holes); None when the mask carries
+        none."""
         return None
 
     @abstractmethod
@@ -75,17 +76,17 @@ class Mask(Settings):
         """Noise of a batch: keys (B,) or a path between two, draws (B, L); computed where `where` (B, L) is True, zero
         elsewhere."""
         if keys.is_cuda:  # computing all is cheaper there than selecting
-            every = self._at(keys[:, None], torch.arange(where.shape[1], device=keys.device), draws)
+            every = self._noise_at(keys[:, None], torch.arange(where.shape[1], device=keys.device), draws)
             return every if every is None else every * (where if every.ndim == 2 else where[..., None])
         row, position = where.nonzero(as_tuple=True)
-        values = self._at(keys[row], position, draws[row, position])
+        values = self._noise_at(keys[row], position, draws[row, position])
         if values is None:
             return None
         out = torch.zeros(*where.shape, *values.shape[1:], dtype=values.dtype, device=values.device)
         out[row, position] = values
         return out
 
-    def _at(self, keys: Tensor | NoisePath, position: Tensor, draw: Tensor) -> Tensor | None:
+    def _noise_at(self, keys: Tensor | NoisePath, position: Tensor, draw: Tensor) -> Tensor | None:
         if isinstance(keys, NoisePath):
             return self.noise_between(keys, position, draw)
         return self.noise(keys, position, draw)

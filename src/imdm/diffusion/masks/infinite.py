@@ -63,7 +63,8 @@ class Infinite(Mask):
         return self._scaled(self._unscaled(keys, position, draw))
 
     def noise_between(self, path: NoisePath, position: Tensor, draw: Tensor) -> Tensor:
-        """On the sphere for normal noise, through the distribution function for uniform noise."""
+        """Noise on the path between two: on the sphere for normal noise, through the distribution function for uniform
+        noise."""
         between = between_uniforms if self.law == "uniform" else between_normals
         one, other = (self._unscaled(keys, position, draw) for keys in (path.first, path.second))
         return self._scaled(between(one, other, path.s[..., None]))

@@ -32,7 +32,7 @@ class NoisePath:
 
     @classmethod
     def at(cls, first: Tensor, second: Tensor, s: float) -> NoisePath:
-        """The same place s on the path of every sequence."""
+        """The path between these noises, with every sequence at one place s."""
         if not 0 <= s <= 1:
             raise UserError(f"s = {s}: a place between two noises is in [0, 1]")
         return cls(first, second, torch.full(first.shape, s, dtype=torch.float64, device=first.device))
@@ -44,7 +44,7 @@ class NoisePath:
         return len(self.first)
 
     def to(self, device: torch.device | str) -> NoisePath:
-        """The same on a device, which is not waited for."""
+        """This path on a device, which is not waited for."""
         device = torch.device(device)
         return NoisePath(sent(self.first, device), sent(self.second, device), sent(self.s, device))
 
@@ -58,16 +58,17 @@ class NoisePath:
 
 
 def between_normals(first: Tensor, second: Tensor, s: Tensor) -> Tensor:
-    """cos(πs/2)·first + sin(πs/2)·second. Of two independent standard normals it is one again, since cos² + sin² = 1;
-    a straight line would reduce its variance. All broadcast; the type is that of `first`."""
+    """A point on the path between two standard normals, which has that distribution too: cos(πs/2)·first +
+    sin(πs/2)·second, since cos² + sin² = 1; a straight line would reduce its variance. All broadcast; the type is that
+    of `first`."""
     angle = s * (math.pi / 2)
     way = torch.cos(angle) * first.to(torch.float64) + torch.sin(angle) * second.to(torch.float64)
     return with_ends(first, second, s, way.to(first.dtype))
 
 
 def between_uniforms(first: Tensor, second: Tensor, s: Tensor) -> Tensor:
-    """The same of Unif(−1, 1), through the distribution functions: x → Φ⁻¹((1 + x)/2) = √2·erf⁻¹(x) is standard normal,
-    is interpolated, and is mapped back by erf. Never ±1."""
+    """A point on the path between two Unif(−1, 1), which has that distribution too: `between_normals` through the
+    distribution functions, as x → Φ⁻¹((1 + x)/2) = √2·erf⁻¹(x) is standard normal, and erf maps it back. Never ±1."""
     most = 1.0 - 2.0**-24
     one, other = (torch.erfinv(x.to(torch.float64)) for x in (first, second))
     way = torch.erf(between_normals(one, other, s))

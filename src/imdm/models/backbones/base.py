@@ -82,7 +82,7 @@ class BackboneRequest:
         return (self.seen.long().cumsum(-1) - 1).clamp(min=0)
 
     def with_latent(self) -> BackboneRequest:
-        """The same with one more token at the end, the latent's, which all positions attend to."""
+        """This request with one more token at the end, the latent's, which all positions attend to."""
         kinds = None if self.kinds is None else nn.functional.pad(self.kinds, (0, 1))
         if self.seen is None and self.positions is None:
             return replace(self, kinds=kinds)
@@ -121,8 +121,8 @@ class Backbone(nn.Module):
     @classmethod
     def check(cls, config: Shape, settings: BackboneSettings) -> None:
         """Refuse a configuration that it cannot be built from."""
-        for setting, asked in (("causal", config.causal), ("softcap", config.softcap is not None)):
-            if asked:
+        for setting, is_set in (("causal", config.causal), ("softcap", config.softcap is not None)):
+            if is_set:
                 raise UserError(f"model.{setting}: backbone {settings.kind!r} has no such setting; leave it out")
 
     @classmethod
@@ -133,7 +133,7 @@ class Backbone(nn.Module):
 
     @property
     def about(self) -> str:
-        """A short description."""
+        """A short description of the backbone."""
         return f"backbone {self.settings.kind} of width {self.config.width}"
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
@@ -181,12 +181,12 @@ class Backbone(nn.Module):
         raise UserError(f"training.checkpoint_blocks: backbone {self.settings.kind!r} has no such option; leave it out")
 
     def open_attention(self, share: float, key: Tensor) -> None:
-        """Where `opens`: in training, each position attends to this share of the later positions, drawn from `key`; 1:
-        all."""
+        """Open the attention of a causal model gradually, where `opens`: in training, each position attends to this
+        share of the later positions, drawn from `key`; 1: all."""
         raise NotImplementedError
 
     def check_opening(self) -> None:
-        """Where `opens`: refuse a model whose attention mask cannot be opened gradually."""
+        """Refuse a model whose attention mask cannot be opened gradually, where `opens`."""
 
     def compile_trunk(self, *, training: bool) -> None:
         """Fuse small operations (`torch.compile`) from the next batch on, in training or in evaluation mode. Does
@@ -197,7 +197,8 @@ class Backbone(nn.Module):
         return False
 
     def folded(self, weights: Mapping[str, Tensor]) -> Folded | None:
-        """The same function with fewer weights; `weights` are all of the model's. None: nothing to fold."""
+        """Settings and weights of the same function in fewer weights, given all of the model's; None: nothing to
+        fold."""
         return None
 
     def matrices(self) -> dict[Tensor, int]:
@@ -214,22 +215,22 @@ class Backbone(nn.Module):
         return None
 
     def get_network(self) -> Any:
-        """Where `owns_embedding`: the wrapped model of `transformers`."""
+        """The wrapped model of `transformers`, where `owns_embedding`."""
         raise NotImplementedError
 
     def set_network(self, network: Any) -> None:
-        """Where `owns_embedding`: replace the wrapped model."""
+        """Replace the wrapped model, where `owns_embedding`."""
         raise NotImplementedError
 
     @property
     def embedding(self) -> nn.Module:
-        """Where `owns_embedding`: the token embedding."""
+        """The token embedding, where `owns_embedding`."""
         raise NotImplementedError
 
     @property
     def output(self) -> Any:
-        """Where `owns_embedding`: maps rows of hidden states to logits; a linear layer, or a function of rows with
-        `out_features`."""
+        """The map from rows of hidden states to logits, where `owns_embedding`: a linear layer, or a function of rows
+        with `out_features`."""
         raise NotImplementedError
 
     def unrounded(self) -> AbstractContextManager[None]:
@@ -248,8 +249,8 @@ def parse_backbone(value: Any) -> BackboneSettings:
         return value
     settings = {"kind": DEFAULT if value is None else value} if isinstance(value, str | None) else value
     if not isinstance(settings, dict) or "kind" not in settings:
-        known = ", ".join(backbones)
-        raise UserError(f"backbone: expected a name or settings with 'kind' ({known}), got {shown(value)}")
+        names = ", ".join(backbones)
+        raise UserError(f"backbone: expected a name or settings with 'kind' ({names}), got {shown(value)}")
     return backbones[settings["kind"]].Settings.parse(settings, "backbone")
 
 

@@ -109,7 +109,7 @@ class DiT(Backbone):
             return BackboneOutputs(self(x))
         rope = self.beside(x.shape[1], x.device)
         if request.positions is not None:
-            rope = self._at(request.positions)
+            rope = self._rope_at(request.positions)
         options = AttentionOptions(
             None if request.seen is None else request.seen[:, None, None], [] if request.attentions else None
         )
@@ -126,7 +126,7 @@ class DiT(Backbone):
         attentions = None if options.weights is None else tuple(options.weights)
         return BackboneOutputs(x, tuple(states) if request.states else None, attentions)
 
-    def _at(self, positions: Tensor) -> Rope:
+    def _rope_at(self, positions: Tensor) -> Rope:
         """The rotations of positions (B, T): (B, 1, T, dim) each."""
         longest = self.config.length + self.config.mixture
         table = self.beside(longest, positions.device)
@@ -157,13 +157,13 @@ class DiT(Backbone):
             torch._dynamo.maybe_mark_dynamic(tensor, axis)
 
     def matrices(self) -> dict[Tensor, int]:
-        """Of attention (queries, keys and values lie in one weight) and MLP; not those of adaLN, which act as vectors
-        where the conditioning is constant."""
-        found: dict[Tensor, int] = {}
+        """The blocks' matrices and how many lie in each: of attention (queries, keys and values in one weight) and MLP;
+        not those of adaLN, which act as vectors where the conditioning is constant."""
+        counts: dict[Tensor, int] = {}
         for block in cast("list[Block]", list(self.blocks)):
-            found |= {block.attention.qkv.weight: 3, block.attention.out.weight: 1}
-            found |= {block.mlp.up.weight: 1, block.mlp.down.weight: 1}
-        return found
+            counts |= {block.attention.qkv.weight: 3, block.attention.out.weight: 1}
+            counts |= {block.mlp.up.weight: 1, block.mlp.down.weight: 1}
+        return counts
 
     def beside(self, length: int, device: torch.device) -> Rope:
         return rotary(length, self.config.width // self.config.heads, device)
@@ -188,7 +188,7 @@ class DiT(Backbone):
 
     @torch.no_grad()
     def folded(self, weights: Mapping[str, Tensor]) -> Folded | None:
-        """Without adaLN: shift, scale and gate, which are constants, move into the norms and the output layers."""
+        """Fold adaLN away: shift, scale and gate, which are constants, move into the norms and the output layers."""
         if self.time is None or self.modulation is None:
             return None
         moved = {name: weight.clone() for name, weight in weights.items()}

@@ -31,6 +31,7 @@ from imdm.diffusion.randomness import Purpose, as_key, fold, seeded, uniform
 from imdm.models.backbones.base import Backbone, BackboneOutputs, BackboneRequest, BackboneSettings, backbones
 from imdm.models.pretrained import (
     WholeHead,
+    as_bidirectional,
     built,
     facts,
     first_position,
@@ -38,7 +39,6 @@ from imdm.models.pretrained import (
     is_masked,
     layers_of,
     linear_layers,
-    opened,
     parse_config,
     plain_config,
 )
@@ -74,17 +74,17 @@ class HF(Backbone):
 
     def __init__(self, config: Shape, settings: BackboneSettings) -> None:
         super().__init__(config, settings)
-        asked = cast("HFSettings", settings)
-        self.shift, self.linear = asked.shift and not config.causal, facts(asked.config).linear
+        options = cast("HFSettings", settings)
+        self.shift, self.linear = options.shift and not config.causal, facts(options.config).linear
         self.opening: Opening | None = None
         self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
-        self.set_network(built(asked.config, eager=getattr(config, "_attn_implementation", None) == "eager"))
+        self.set_network(built(options.config, eager=getattr(config, "_attn_implementation", None) == "eager"))
 
     def get_network(self) -> PreTrainedModel:
         return self.lm
 
     def set_network(self, network: PreTrainedModel) -> None:
-        self.lm = network if self.config.causal else opened(network)
+        self.lm = network if self.config.causal else as_bidirectional(network)
         self.opens = is_causal(network) and not self.config.causal  # else its attention stays as it is
         self.set_dropout(self.config.dropout)
         self.check_network()
@@ -96,20 +96,21 @@ class HF(Backbone):
         fields = cast("HFSettings", settings).config
         if config.causal and is_masked(parse_config(fields)):
             raise UserError(f"model.causal: {fields['model_type']!r} models are bidirectional; use a causal one")
-        known = facts(fields)
+        backbone = facts(fields)
         if config.tie_word_embeddings:
             raise UserError("model.tie_word_embeddings: backbone 'hf' sets this in its own config; leave it out")
-        if config.width != known.width:
-            raise UserError(f"model.width = {config.width}: the backbone's embeddings have width {known.width}")
-        if config.vocab_size > known.rows:
-            raise UserError(f"model.vocab_size = {config.vocab_size}: the backbone embeds {known.rows} ids")
+        if config.width != backbone.width:
+            raise UserError(f"model.width = {config.width}: the backbone's embeddings have width {backbone.width}")
+        if config.vocab_size > backbone.rows:
+            raise UserError(f"model.vocab_size = {config.vocab_size}: the backbone embeds {backbone.rows} ids")
         longest = config.length + config.mixture
-        if known.positions is not None and longest > known.positions:
-            raise UserError(f"model.length: {longest} positions, the backbone has {known.positions}")
+        if backbone.positions is not None and longest > backbone.positions:
+            raise UserError(f"model.length: {longest} positions, the backbone has {backbone.positions}")
 
     @classmethod
     def size(cls, config: Shape, settings: BackboneSettings) -> int:
-        """Without the embedding and the head, which are counted elsewhere but are part of the backbone here."""
+        """The number of parameters without the embedding and the head, which are counted elsewhere but lie in it
+        here."""
         return facts(cast("HFSettings", settings).config).parameters - 2 * config.vocab_size * config.width
 
     @property
@@ -149,28 +150,28 @@ class HF(Backbone):
             hidden = self._hidden(inputs_embeds=x)
         return torch.cat((hidden[:, :1], hidden[:, :-1]), 1) if self.shift else hidden
 
-    def _hidden(self, **given: Tensor) -> Tensor:
+    def _hidden(self, **inputs: Tensor) -> Tensor:
         self._compile_layers()
         if self.opens or self.config.causal:
-            length, like = next(iter(given.values())).shape[1], self.lm.get_input_embeddings().weight
+            length, like = next(iter(inputs.values())).shape[1], self.lm.get_input_embeddings().weight
             if self.opens:
-                given |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
-                given |= self._opening(next(iter(given.values())), cast("Tensor", like))
+                inputs |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
+                inputs |= self._opening(next(iter(inputs.values())), cast("Tensor", like))
             with _captured_as_run():
-                return self.lm.base_model(**given, use_cache=False).last_hidden_state
+                return self.lm.base_model(**inputs, use_cache=False).last_hidden_state
         with _captured_as_run():
-            return self.lm.base_model(**given)[0]
+            return self.lm.base_model(**inputs)[0]
 
     def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
-        """Uses the model's own key-value cache. Layers are not compiled here: each has its own part of the cache, and
-        would be compiled for itself."""
-        self._compile_layers(wanted=False)
-        given = self._in_cache(x, past) if past is not None and past.is_compileable else {}
-        found = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True, **given)
-        return found.last_hidden_state, found.past_key_values
+        """Continue from the model's own key-value cache. Layers are not compiled here: each has its own part of the
+        cache, and would be compiled for itself."""
+        self._compile_layers(on=False)
+        cache_inputs = self._in_cache(x, past) if past is not None and past.is_compileable else {}
+        output = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True, **cache_inputs)
+        return output.last_hidden_state, output.past_key_values
 
     def fixed_cache(self, length: int) -> Any:
-        """Only where every layer attends to all positions before."""
+        """A cache of fixed length, only where every layer attends to all positions before."""
         from transformers import StaticCache
         from transformers.cache_utils import StaticLayer
 
@@ -187,31 +188,31 @@ class HF(Backbone):
         return {"position_ids": place[None], "attention_mask": self._mask(visible.expand(x.shape[0], 1, -1, -1), x)}
 
     def outputs(self, x: Tensor, request: BackboneRequest) -> BackboneOutputs:
-        """Through `transformers`' own arguments. Positions do not count padding."""
+        """Answer a request through `transformers`' own arguments. Positions do not count padding."""
         if request.nothing and request.kinds is None:
             return BackboneOutputs(self(x))
         lm = self._showing() if request.attentions else self.lm
-        given: dict[str, Any] = {"inputs_embeds": x} | ({} if is_masked(self.lm.config) else {"use_cache": False})
+        inputs: dict[str, Any] = {"inputs_embeds": x} | ({} if is_masked(self.lm.config) else {"use_cache": False})
         if request.seen is not None or (self.opens and self._windowed(x.shape[1])):
-            given["attention_mask"] = self._seen(x, request.seen, eager=request.attentions)
+            inputs["attention_mask"] = self._attention_mask(x, request.seen, eager=request.attentions)
         takes = inspect.signature(self.lm.base_model.forward).parameters
         if (places := request.places()) is not None:
             if "position_ids" not in takes:
                 raise UserError(f"{self.lm.config.model_type!r} models take no position ids")
-            given["position_ids"] = places + first_position(self.lm)
+            inputs["position_ids"] = places + first_position(self.lm)
         if request.kinds is not None and "token_type_ids" in takes:
-            given["token_type_ids"] = request.kinds
-        found = lm.base_model(**given, output_hidden_states=request.states, output_attentions=request.attentions)
-        hidden = found.last_hidden_state
+            inputs["token_type_ids"] = request.kinds
+        output = lm.base_model(**inputs, output_hidden_states=request.states, output_attentions=request.attentions)
+        hidden = output.last_hidden_state
         if self.shift:
             before = torch.cat((hidden[:, :1], hidden[:, :-1]), 1)
             seen = None if request.seen is None else nn.functional.pad(request.seen[:, :-1], (1, 0), value=True)
             hidden = before if seen is None else torch.where(seen[..., None], before, hidden)  # absent at first
-        return BackboneOutputs(hidden, found.hidden_states, found.attentions)
+        return BackboneOutputs(hidden, output.hidden_states, output.attentions)
 
     def _showing(self) -> PreTrainedModel:
-        """The same weights with eager attention, which returns its weights; fused attention cannot. A second model, so
-        that other threads are not affected."""
+        """A second model of the same weights whose eager attention returns what it attends to, as fused attention
+        cannot; so other threads are not affected."""
         if self.lm.config._attn_implementation == "eager":
             return self.lm
         shared = {id(tensor): tensor for tensor in (*self.lm.parameters(), *self.lm.buffers())}
@@ -219,7 +220,7 @@ class HF(Backbone):
         other.set_attn_implementation("eager")
         return other
 
-    def _seen(self, x: Tensor, seen: Tensor | None, eager: bool) -> Tensor:
+    def _attention_mask(self, x: Tensor, seen: Tensor | None, eager: bool) -> Tensor:
         """The attention mask in the form the model expects: (B, T), or a full (additive or boolean) mask where a
         sliding window must be removed."""
         if seen is not None and not (self.opens and self._windowed(x.shape[1])):
@@ -230,8 +231,8 @@ class HF(Backbone):
     def _windowed(self, length: int) -> bool:
         """Whether some layers have a sliding window shorter than `length`."""
         window = getattr(self.lm.config, "sliding_window", None)
-        known = {"full_attention"} | ({"sliding_attention"} if window is not None else set())
-        other = set(getattr(self.lm.config, "layer_types", None) or ()) - known
+        kinds = {"full_attention"} | ({"sliding_attention"} if window is not None else set())
+        other = set(getattr(self.lm.config, "layer_types", None) or ()) - kinds
         return bool(other) or (window is not None and length > window // 2)
 
     def _open(self, length: int, like: Tensor, eager: bool = False) -> Tensor:
@@ -239,7 +240,7 @@ class HF(Backbone):
         return self._mask(torch.ones((1, 1, length, length), dtype=torch.bool, device=like.device), like, eager)
 
     def _mask(self, visible: Tensor, like: Tensor, eager: bool = False) -> Tensor:
-        """`visible` in the form that the model's attention expects: eager attention adds it to the scores."""
+        """The mask `visible` in the form that the model's attention expects: eager attention adds it to the scores."""
         if not eager and self.lm.config._attn_implementation != "eager":
             return visible
         return like.new_zeros(visible.shape).masked_fill(~visible, torch.finfo(like.dtype).min)
@@ -253,7 +254,7 @@ class HF(Backbone):
         return {"attention_mask": self._mask(visible[None, None], like).expand(len(x), -1, -1, -1)}
 
     def checkpoint_blocks(self) -> None:
-        """By `transformers`; dropout masks are the same in the recomputation."""
+        """Recompute blocks in the backward pass, by `transformers`; dropout masks are the same in the recomputation."""
         how = {"use_reentrant": False, "preserve_rng_state": self.config.dropout > 0 or self.drops}
         try:
             self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
@@ -265,7 +266,8 @@ class HF(Backbone):
 
     @torch.no_grad()
     def check_opening(self) -> None:
-        """Checked with two short sequences: while still causal, no position may depend on later ones."""
+        """Refuse a model that ignores a partly open mask. Checked with two short sequences: while still causal, no
+        position may depend on later ones."""
         weight, training = cast("Tensor", self.lm.get_input_embeddings().weight), self.training
         if weight.is_meta:
             return
@@ -275,7 +277,7 @@ class HF(Backbone):
         self.training = True
         self.open_attention(0.0, as_key(0))
         try:
-            found, moved = (self._hidden(inputs_embeds=y)[:, :-1] for y in (x, other))
+            hidden, moved = (self._hidden(inputs_embeds=y)[:, :-1] for y in (x, other))
         except Exception as error:  # models may raise anything when given a mask
             raise UserError(
                 f"training.opening: {self.lm.config.model_type!r} models cannot open gradually "
@@ -285,7 +287,7 @@ class HF(Backbone):
             self.opening = None
             self.lm.train(training)
             self.training = training
-        if not torch.allclose(found, moved, rtol=1e-4, atol=1e-5):
+        if not torch.allclose(hidden, moved, rtol=1e-4, atol=1e-5):
             raise UserError(f"training.opening: {self.lm.config.model_type!r} models ignore its mask; leave it out")
 
     def matrices(self) -> dict[Tensor, int]:
@@ -300,15 +302,15 @@ class HF(Backbone):
     def is_compiled(self) -> bool:
         return bool(self._compiled)
 
-    def _compile_layers(self, wanted: bool | None = None) -> None:
-        """The repeated layers, if `wanted`: unless given, in the modes of `compile_trunk`. torch keeps the compiled
-        version in `_compiled_call_impl`, which copies of a module lose; they call this again."""
-        wanted = self.training in self._compiled if wanted is None else wanted
+    def _compile_layers(self, on: bool | None = None) -> None:
+        """Compile the repeated layers if `on`, else run them as they are; None: by the modes of `compile_trunk`. torch
+        keeps the compiled version in `_compiled_call_impl`, which copies of a module lose; they call this again."""
+        on = self.training in self._compiled if on is None else on
         for layer in layers_of(self.lm) if self._compiled else ():
-            if wanted and layer._compiled_call_impl is None:
+            if on and layer._compiled_call_impl is None:
                 torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
                 layer.compile()
-            elif not wanted:
+            elif not on:
                 layer._compiled_call_impl = None
 
     @torch.no_grad()
@@ -338,15 +340,17 @@ class HF(Backbone):
         x = self.embedding(ids)
         changed = [torch.cat((x[:, :-1], last), 1) for last in (1 - x[:, -1:], x[:, :1])]
         try:
-            wanted, found, *moved = (
+            from_ids, from_embeddings, *moved = (
                 self._hidden(input_ids=ids),
                 *(self._hidden(inputs_embeds=y) for y in (x, *changed)),
             )
         except Exception as error:  # models may raise anything here
             raise UserError(f"{kind!r} models cannot be run from embeddings in one pass: {reason_of(error)}") from None
-        if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
+        if not torch.allclose(from_embeddings, from_ids, rtol=1e-4, atol=1e-5):
             raise UserError(f"{kind!r} models read token ids beside the embeddings; noisy masks need embeddings alone")
-        before, there = ([(other - found)[:, part].norm() for other in moved] for part in (slice(-1), slice(-1, None)))
+        before, there = (
+            [(other - from_embeddings)[:, part].norm() for other in moved] for part in (slice(-1), slice(-1, None))
+        )
         if not self.config.causal and not any(before) and ids.shape[1] > 1:
             raise UserError(f"{kind!r} models cannot be made bidirectional; a denoiser attends to all positions")
         if self.config.causal:
@@ -355,9 +359,9 @@ class HF(Backbone):
                     f"this {kind!r} model attends to later positions, which an autoregressive one must not; leave out "
                     "causal"
                 )
-            self._check_onward(x, found)
+            self._check_onward(x, from_embeddings)
 
-    def _check_onward(self, x: Tensor, wanted: Tensor) -> None:
+    def _check_onward(self, x: Tensor, hidden: Tensor) -> None:
         """Refuse a causal model that does not continue from its cache."""
         kind, instead = self.lm.config.model_type, "use another kind of model"
         try:
@@ -366,11 +370,11 @@ class HF(Backbone):
         except Exception as error:  # models may raise anything here
             problem = f"{kind!r} models have no cache of keys and values ({reason_of(error)})"
             raise UserError(f"{problem}, without which none is sampled from; {instead}") from None
-        if (torch.cat(parts, 1) - wanted).norm() > ROUNDING * wanted.norm():
+        if (torch.cat(parts, 1) - hidden).norm() > ROUNDING * hidden.norm():
             raise UserError(f"{kind!r} models give other results with their cache of keys and values; {instead}")
 
     def set_dropout(self, rate: float) -> None:
-        """One rate for all dropout: hidden states, attention."""
+        """Set one rate for all dropout: hidden states, attention."""
         for module in self.lm.modules():
             if isinstance(module, nn.Dropout):
                 module.p = rate
@@ -424,7 +428,7 @@ def _check_layers(text: str, causal: bool) -> None:
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(most, getattr(config, name)))
     for name, other in (("pad_token_id", 1), ("mask_token_id", 3)):
-        if (given := getattr(config, name, None)) is not None and given >= IDS:
+        if (token := getattr(config, name, None)) is not None and token >= IDS:
             setattr(config, name, other)
     config.vocab_size = IDS
     mask = getattr(config, "mask_token_id", None)
