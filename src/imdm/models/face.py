@@ -127,34 +127,18 @@ class MaskedLM(Network, PreTrainedModel):
         `.logits` (B, L, V) are the network's at every position, visible or masked; their log_softmax at masked
         positions is what `log_probs` gives. The mask token has the lowest finite value: it is never predicted.
         """
+        inputs = {"attention_mask": attention_mask, "labels": labels, "position_ids": position_ids}
+        inputs |= {"token_type_ids": token_type_ids, "inputs_embeds": inputs_embeds}
         if isinstance(input_ids, Noised):
-            _check_absent(
-                "a state of the diffusion takes only rows, reduce and group",
-                attention_mask=attention_mask,
-                labels=labels,
-                position_ids=position_ids,
-                token_type_ids=token_type_ids,
-                inputs_embeds=inputs_embeds,
-                noise=noise,
-                output_hidden_states=output_hidden_states,
-                output_attentions=output_attentions,
-                return_dict=return_dict,
-            )
+            outputs = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+            why = "a state of the diffusion takes only rows, reduce and group"
+            _check_absent(why, **inputs, noise=noise, **outputs, return_dict=return_dict)
             return self.log_probs(input_ids, rows, reduce, group)
         _check_absent("ids are read whole; model.noised(ids) makes a state of them", rows=rows, reduce=reduce)
         config = self.config
-        output = masked_lm(
-            self,
-            input_ids,
-            attention_mask,
-            labels,
-            position_ids,
-            token_type_ids,
-            inputs_embeds,
-            noise,
-            states=bool(config.output_hidden_states if output_hidden_states is None else output_hidden_states),
-            attentions=bool(config.output_attentions if output_attentions is None else output_attentions),
-        )
+        states = bool(config.output_hidden_states if output_hidden_states is None else output_hidden_states)
+        attentions = bool(config.output_attentions if output_attentions is None else output_attentions)
+        output = masked_lm(self, input_ids, **inputs, noise=noise, states=states, attentions=attentions)
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
 

@@ -76,7 +76,7 @@ def masked_loss(logits: Tensor, labels: Tensor, causal: bool = False) -> Tensor:
 def noised(model: MaskedLM, tokens: Tensor, noise: Tensor | int | None) -> Noised:
     """The state of tokens, masked where they hold the mask id. noise: the noise itself, or a seed; None: drawn from
     torch's generator."""
-    from imdm.models.network import check_tokens
+    from imdm.models.network import check_tokens  # which imports this module
 
     check_is("input_ids", tokens, Tensor, "a tensor of token ids (sequences, length)")
     if tokens.ndim != 2 or tokens.is_floating_point():

@@ -33,6 +33,7 @@ from imdm.diffusion.randomness import Purpose, uniform
 from imdm.diffusion.state import Noised
 from imdm.sampling.categorical import Drawn, draw_tokens
 from imdm.sampling.generation import Generation, Revealed, Trace
+from imdm.sampling.left_to_right import decode_left_to_right
 from imdm.sampling.options import Sampling
 from imdm.sampling.planning import Plan, Turn, plan, turns
 
@@ -145,22 +146,16 @@ def sample(
     check_function("on_step", on_step)
     if batch_size is not None:
         check_whole("batch_size", batch_size)
-    B, L = tokens.shape
+    L = tokens.shape[1]
     if denoiser.length < L:
         raise UserError(f"the canvas has rows of {L} tokens, the model takes at most {denoiser.length}")
     if denoiser.causal:
-        from imdm.sampling.left_to_right import decode_left_to_right
-
         if t is not None or trace or on_step is not None:
             raise UserError("this model is autoregressive: it writes one token after another, and has no steps")
         if noise_keys is not None:
             raise UserError("noise_keys: this model is autoregressive, and has no noisy masks")
         return decode_left_to_right(denoiser, tokens, keys, how, batch_size, on_progress)
-    process = denoiser.process
-    if t is None:
-        t = torch.ones(B, device=tokens.device)
-    elif B and not bool(((t > 0) & (t <= 1)).all()):
-        raise UserError("t: every starting time must be in (0, 1]")
+    process, t = denoiser.process, _start_times(t, tokens)
 
     # 1. When is each position revealed?
     tokens = process.begun(tokens, keys).clone()
@@ -192,6 +187,15 @@ def sample(
     latents = process.latents(keys if noise_keys is None else noise_keys, last)
     story = _trace(process, canvas, how.steps) if trace else None
     return Generation(canvas.tokens, canvas.revealed_at, evaluations, canvas.draws, latents, story)
+
+
+def _start_times(t: Tensor | None, tokens: Tensor) -> Tensor:
+    """The time at which each sequence starts, (B,): 1 unless given."""
+    if t is None:
+        return torch.ones(len(tokens), device=tokens.device)
+    if len(tokens) and not bool(((t > 0) & (t <= 1)).all()):
+        raise UserError("t: every starting time must be in (0, 1]")
+    return t
 
 
 def _still_masked(
