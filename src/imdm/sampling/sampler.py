@@ -150,10 +150,7 @@ def sample(
     if denoiser.length < L:
         raise UserError(f"the canvas has rows of {L} tokens, the model takes at most {denoiser.length}")
     if denoiser.causal:
-        if t is not None or trace or on_step is not None:
-            raise UserError("this model is autoregressive: it writes one token after another, and has no steps")
-        if noise_keys is not None:
-            raise UserError("noise_keys: this model is autoregressive, and has no noisy masks")
+        _check_left_to_right(t, trace, on_step, noise_keys)
         return decode_left_to_right(denoiser, tokens, keys, how, batch_size, on_progress)
     process, t = denoiser.process, _start_times(t, tokens)
 
@@ -187,6 +184,14 @@ def sample(
     latents = process.latents(keys if noise_keys is None else noise_keys, last)
     story = _trace(process, canvas, how.steps) if trace else None
     return Generation(canvas.tokens, canvas.revealed_at, evaluations, canvas.draws, latents, story)
+
+
+def _check_left_to_right(t: object, trace: bool, on_step: object, noise_keys: object) -> None:
+    """Refuse what an autoregressive model has not: times, steps and noise."""
+    if t is not None or trace or on_step is not None:
+        raise UserError("this model is autoregressive: it writes one token after another, and has no steps")
+    if noise_keys is not None:
+        raise UserError("noise_keys: this model is autoregressive, and has no noisy masks")
 
 
 def _start_times(t: Tensor | None, tokens: Tensor) -> Tensor:
