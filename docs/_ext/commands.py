@@ -34,12 +34,13 @@ def described(words: str, command: Any) -> str:
     return "\n".join([f"## {words}\n", f"{command.help}\n", f"```text\n{words} {usage}\n```\n", *lines])
 
 
-class Commands(SphinxDirective):
-    """All of them, a section each."""
+TEXT = "\n".join(described(words, command) for words, command in commands(get_command(command_line)))
+"""All of them, a section each; made before autodoc replaces the defaults of functions, which help names."""
 
+
+class Commands(SphinxDirective):
     def run(self) -> list[nodes.Node]:
-        text = "\n".join(described(words, command) for words, command in commands(get_command(command_line)))
-        return self.parse_text_to_nodes(text, allow_section_headings=True)
+        return self.parse_text_to_nodes(TEXT, allow_section_headings=True)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
