@@ -46,3 +46,33 @@ def test_floors_that_are_no_probability_are_refused(floor: float) -> None:
 def test_unknown_schedule_lists_the_known() -> None:
     with pytest.raises(UserError, match="unknown schedule 'linear'; known: cosine, log-linear"):
         parse_schedule("linear")
+
+
+def quadratic(**changed: object) -> LogLinear:
+    """α = 1 − t², or something that is no schedule."""
+    methods = {
+        "alpha": lambda self, t: 1 - t * t,
+        "slope": lambda self, t: -2 * t,
+        "inverse": lambda self, alpha: (1 - alpha).sqrt(),
+    }
+    return type("Quadratic", (LogLinear,), methods | changed)()
+
+
+def test_a_schedule_of_ones_own_is_taken() -> None:
+    with torch.device("meta"):
+        assert parse_schedule(quadratic()).alpha(torch.zeros(1)).shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("changed", "law"),
+    [
+        ({"alpha": lambda self, t: t * t}, "alpha is 1 at t = 0"),
+        ({"alpha": lambda self, t: 1 + t}, "alpha decreases"),
+        ({"alpha": lambda self, t: 1 - 2 * t}, "alpha decreases, to 0 at the least"),
+        ({"slope": lambda self, t: 2 * t}, "slope is alpha's derivative"),
+        ({"inverse": lambda self, alpha: 1 - alpha}, r"inverse\(alpha\(t\)\) is t"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(changed: dict[str, object], law: str) -> None:
+    with pytest.raises(UserError, match=law):
+        parse_schedule(quadratic(**changed))

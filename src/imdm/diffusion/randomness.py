@@ -43,7 +43,7 @@ class Purpose(IntEnum):
     trained on is not the noise it is evaluated on."""
 
     NOISE = 1  # ε or mask index of a masked position; a = position, b = draw
-    REVEAL = 2  # when a position is revealed; a = position
+    REVEAL = 2  # when a position is revealed; a = position, b = step (`Process.reverse`); (0, 1) rotates order `spread`
     REDRAW = 3  # whether a masked position redraws its noise; a = position, b = step
     TOKEN = 4  # which token a revealed position takes; a = position
     CORRUPT = 5  # whether the forward process masks a position; a = position

@@ -335,7 +335,8 @@ class Evaluation:
         return rows, lengths(rows, self.subject.model.config.ending)
 
     def written(self) -> tuple[Tensor, Tensor | None]:
-        """The model's unconditional samples, `cut`, and how much of each row is text."""
+        """The model's unconditional samples, `cut`, (n, L), and how many tokens of each row are text, (n,): with its
+        begin and its end. None: all of them, where rows are cut from a stream."""
         return self.sized(self.cut(self.generation.tokens))
 
     def texts(self) -> list[str]:

@@ -1,5 +1,8 @@
 """On-policy distillation: the student's own samples are pushed towards the teacher's distribution.
 
+What is minimised, with gradient `kl`: KL(student ‖ teacher) of the tokens that a step writes, on the student's own
+samples. The student's log-probabilities of joint tokens are not known, so an auxiliary network learns them.
+
 A step, for each sequence of the batch:
 
 1.  A start z_t: all masks (`prior`), or at a random time one of the student's own recent one-step samples (`own`) or

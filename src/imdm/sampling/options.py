@@ -36,7 +36,8 @@ class Sampling:
     temperature  1 draws from the model's distribution, less sharpens it, 0 takes the likeliest token
     top_p        draw only from the likeliest tokens whose probabilities sum to this (nucleus sampling)
     order        which positions a step reveals: each independently of the others, as in Eq. 13 (`random`), or far from
-                 one another (`spread`), so that tokens drawn together depend less on each other (`planning.spread`)
+                 one another (`spread`), so that tokens drawn together depend less on each other: `spread_order` in
+                 `planning`
     """
 
     steps: int = 8

@@ -40,8 +40,8 @@ def reveal_steps(survival: Tensor, u: Tensor) -> Tensor:
 
 
 def spread_order(keys: Tensor, length: int, steps: int) -> Tensor:
-    """Numbers (B, L) in [0, 1), which decide when positions are revealed: each is uniform, and [0, 1) is divided into N
-    equal parts such that the positions of one part are N apart.
+    """Numbers (B, L) in [0, 1), which decide when positions are revealed, the larger the sooner: each is uniform, and
+    [0, 1) is divided into N equal parts such that the positions of one part are N apart.
 
     Which part a position belongs to depends on its remainder by N alone, rotated at random. Remainders take turns in
     the order of the van der Corput sequence, their binary digits in reverse, so that each step halves the largest gaps:
