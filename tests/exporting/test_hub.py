@@ -29,6 +29,7 @@ from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.diffusion.masks import Single, masks
 from imdm.exporting import CODE, export, export_published, export_transformers
 from imdm.exporting.copying import copies
+from imdm.models import layers
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.loading import load_model
 from imdm.models.variants import fold_conditioning
@@ -430,3 +431,13 @@ def test_the_command(tmp_path: Path) -> None:
     half = ("--layout", "transformers", "--weights", "bf16")
     command("export", tmp_path / "model", "--out", tmp_path / "half", *half)
     assert Plain.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+def test_a_folder_that_is_loaded_leaves_our_operators(tmp_path: Path) -> None:
+    """Its code is a copy of ours, but registers nothing with torch under our names."""
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+    cos, sin = torch.randn(2, 4, 8)
+    before = layers._turned_back_op
+    plain(tiny_model(), tmp_path)
+    assert torch.ops.imdm.turned_back.default is before._opoverload
+    torch.testing.assert_close(before(q, k, v, cos, sin), layers.turned_back(q, k, v, cos, sin))

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from imdm import MaskedDiffusionLM, UserError, shipped
 from imdm.data.tokenizers import PlainTokenizer, load_plain_tokenizer
-from imdm.models import Network
-from imdm.models.loading import load_model, load_network
+from imdm.models import Network, Shape
+from imdm.models.loading import load_config, load_model, load_network
 from imdm.writer import Writer, load
 from tests.models.test_hf import FAMILIES, made
 
@@ -93,6 +93,19 @@ def test_refusals_are_those_of_load_model(folder: Path, fields: dict[str, object
 def test_settings_of_transformers_are_left_out(folder: Path) -> None:
     changed(folder / "config.json", nosuch=1, backbone={"kind": "dit"})
     assert type(load_network(folder)) is Network
+
+
+def test_sizes_by_their_names_in_transformers(folder: Path) -> None:
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    renamed = {"hidden_size": fields.pop("width"), "num_hidden_layers": fields.pop("blocks")}
+    (folder / "config.json").write_text(json.dumps(fields | renamed), encoding="utf-8")
+    assert load_config(folder).width == renamed["hidden_size"]
+    assert type(load_network(folder)) is Network
+
+
+def test_an_unknown_setting_is_named() -> None:
+    with pytest.raises(UserError, match="unknown model setting 'lenght'.*length"):
+        Shape(vocab_size=5, lenght=8)
 
 
 def test_weights_in_several_files_and_in_half_precision(folder: Path, tmp_path: Path) -> None:

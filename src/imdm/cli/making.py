@@ -359,7 +359,8 @@ def distill(
     chosen_data = training_settings(data, model, load_config(model))
     how: dict[str, Any] = {"start": start, "mask": mask, "mixture": mixture, "rounds": rounds, "batch": batch}
     how |= {"iterations": iterations, "pairs": pairs, "precision": precision, "seed": seed}
-    chosen = parse_recipe(distillation(method, model, chosen_data, **how), overrides or ())
+    with naming_options({"'stages.student.mask'": "--mask"}):
+        chosen = parse_recipe(distillation(method, model, chosen_data, **how), overrides or ())
     for name, stage in chosen.stages.items():
         say(f"{name}: {_stage_extent(stage)}")
     run = Run(chosen, out, reporter())

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from numbers import Integral
 from operator import ge, gt, le, lt
 from typing import Any, ClassVar, Literal, Self, dataclass_transform, get_args, get_origin, get_type_hints
 
-from imdm.core.errors import UserError, check_is, check_number, check_whole, shown
+from imdm.core.errors import UserError, check_is, check_number, shown
 
 LIMITS = {"least": ("at least", ge), "most": ("at most", le), "above": ("more than", gt), "below": ("less than", lt)}
 
@@ -22,7 +24,8 @@ def setting(*, default: Any, **limits: float) -> Any:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field, setting))
 class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
-    """Typed settings; a subclass is a frozen dataclass. Unknown keys and values of other types are refused."""
+    """Typed settings; a subclass is a frozen dataclass. `parse` refuses unknown keys, and numbers, texts, switches,
+    mappings and choices of other types or out of range."""
 
     HASHED: ClassVar[tuple[str, ...]] = ()  # beside `kind`: settings that enter a hash even at their default
 
@@ -40,7 +43,9 @@ class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
         options = {one.name: one for one in fields(cls)}  # type: ignore[arg-type]
         place = f"{where}." if where else ""
         if strange := [str(name) for name in values if name not in options]:
-            raise UserError(f"unknown key {place + strange[0]!r} (known: {', '.join(sorted(options))})")
+            close = get_close_matches(strange[0], options, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(options))}"
+            raise UserError(f"unknown key {place + strange[0]!r} ({hint})")
         if missing := [name for name in options if options[name].default is MISSING and name not in values]:
             raise UserError(f"{place + missing[0]!r} is required")
         return cls(**_valid_values(cls, values, place))
@@ -68,7 +73,9 @@ def _valid_value(name: str, value: Any, kind: Any, limits: Mapping[str, float]) 
     elif kind in (int, float):
         with suppress(ValueError):  # of a name, such as `finite-6144`
             value = kind(value) if isinstance(value, str) else value
-        check_whole(name, value, -(1 << 63)) if kind is int else check_number(name, value)
+        if kind is int and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise UserError(f"{name} = {shown(value)}: must be a whole number")
+        check_number(name, value)
         value = kind(value)
         for limit, bound in limits.items():
             words, holds = LIMITS[limit]
@@ -76,4 +83,4 @@ def _valid_value(name: str, value: Any, kind: Any, limits: Mapping[str, float]) 
                 raise UserError(f"{name} = {shown(value)}: must be {words} {bound:,}")
     elif (kind := get_origin(kind) or kind) in (bool, str, dict):
         check_is(name, value, kind, f"a value of type {kind.__name__}")
-    return value
+    return deepcopy(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from functools import lru_cache
 from typing import Any
 
@@ -12,10 +13,9 @@ from torch import nn
 @lru_cache
 def kernels(name: str) -> Any:
     """A module of this package; None without Triton, or in an export, which has none of them."""
-    try:
-        return importlib.import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError:
+    if __name__ != "imdm.kernels" or importlib.util.find_spec("triton") is None:
         return None
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def is_plain(layer: nn.Module) -> bool:

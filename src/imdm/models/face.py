@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from imdm.core.errors import UserError
+from imdm.core.errors import UserError, check_is
 from imdm.diffusion.state import Noised, Rows
 from imdm.models.backbones import parse_backbone
 from imdm.models.backbones.base import WRAPPERS
@@ -31,6 +31,7 @@ class MaskedLM(Network, PreTrainedModel):
     _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012  (transformers' own convention)
 
     def __init__(self, config: Shape) -> None:
+        check_is("config", config, (Shape, PreTrainedConfig), "a Shape, or a configuration of transformers")
         own = config if isinstance(config, PreTrainedConfig) else MaskedDiffusionConfig(**config.settings())
         PreTrainedModel.__init__(self, own)
         self._build(own)

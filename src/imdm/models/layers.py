@@ -138,16 +138,20 @@ def turned_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Te
     return torch.cat([from_heads(part) for part in (rotate(q, cos, -sin), rotate(k, cos, -sin), v)], dim=-1)
 
 
-@torch.library.custom_op("imdm::turned_back", mutates_args=())
-def _turned_back_op(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned_back_fast(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     fast = kernels("rotation")
     return fast.turned_back(q, k, v, cos, sin) if fast else turned_back(q, k, v, cos, sin)
 
 
-@_turned_back_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _projection_like(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     B, H, L, d = q.shape
     return q.new_empty(B, L, 3 * H * d)
+
+
+_turned_back_op: Callable[..., Tensor] = turned_back
+if __name__ == "imdm.models.layers":  # a copy in an export has no kernels, and would take the operator's name away
+    _turned_back_op = torch.library.custom_op("imdm::turned_back", _turned_back_fast, mutates_args=())
+    _turned_back_op.register_fake(_projection_like)
 
 
 def in_heads(x: Tensor, heads: int) -> Tensor:

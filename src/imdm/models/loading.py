@@ -17,7 +17,7 @@ from imdm.models.network import Network
 from imdm.models.quantized import QUANTIZED
 from imdm.models.quantized import load as load_quantized
 from imdm.models.saving import FILE, INDEX, check_fit, check_plain, check_saved
-from imdm.models.shape import SETTINGS, Shape
+from imdm.models.shape import IN_TRANSFORMERS, SETTINGS, Shape
 from imdm.shipped import folder_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def load_config(path: str | Path) -> Shape:
 def _read_config(folder: Path, what: str) -> Shape:
     """The settings in a config.json; what `transformers` writes beside them is left out."""
     fields = read_object(folder / "config.json", what)
-    return Shape(**{name: value for name, value in fields.items() if name in SETTINGS})
+    return Shape(**{name: value for name, value in fields.items() if name in (*SETTINGS, *IN_TRANSFORMERS)})
 
 
 def _read_weights(folder: Path, what: str) -> dict[str, Tensor]:

@@ -25,6 +25,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 LARGEST_VOCABULARY = 1 << 24
+IN_TRANSFORMERS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+"""Other names of width, blocks, heads and length."""
 
 
 class Shape:
@@ -85,9 +87,12 @@ class Shape:
         order: RevealOrder | None = None,
         **kwargs: Any,
     ) -> None:
-        width, blocks = kwargs.pop("hidden_size", width), kwargs.pop("num_hidden_layers", blocks)
-        heads, length = kwargs.pop("num_attention_heads", heads), kwargs.pop("max_position_embeddings", length)
+        width, blocks, heads, length = (
+            kwargs.pop(name, own) for name, own in zip(IN_TRANSFORMERS, (width, blocks, heads, length), strict=True)
+        )
         kwargs.pop("auto_map", None)  # set in folders for plain `transformers`, with files that are not saved here
+        if kwargs and type(self) is Shape:
+            raise unknown("model setting", next(iter(kwargs)), SETTINGS)
         _check_sizes(vocab_size, length, width, blocks, heads, condition)
         _check_switches(mixture=mixture, causal=causal, tie_word_embeddings=tie_word_embeddings)
         _check_rates(dropout, softcap)

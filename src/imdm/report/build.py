@@ -25,7 +25,8 @@ def build_report(run: Path) -> Report:
     recipe, rows = results.recipe, results.rows
     name, summary = (run.name, "Results of this folder.") if recipe is None else (recipe.name, recipe.summary)
     page = PageSettings() if recipe is None else recipe.report
-    parts = {one: sections[one](results) for one in (TEXT if page.sections is None else page.sections)}
+    chosen = TEXT if page.sections is None else page.sections
+    parts = {one: sections[one](results) if one in sections else [] for one in chosen}
     body = [section for each in parts.values() for section in each]
     lead = page.lead or summary
     missing = [one for one in page.sections or () if not parts[one]]

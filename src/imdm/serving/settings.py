@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from imdm.core.errors import UserError, check_number, check_whole
+from imdm.core.errors import UserError, check_is, check_number, check_whole
 
 
 def limit(default: float, least: float, most: float, sentence: str) -> Any:
@@ -36,6 +36,9 @@ class Settings:
     allowed: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        check_is("api_key", self.api_key, (str, type(None)), "text")
+        for name in ("hosts", "allowed"):
+            check_is(name, getattr(self, name), (tuple, type(None)), "a tuple of names")
         for one in fields(self):
             if "help" not in one.metadata:
                 continue

@@ -125,13 +125,11 @@ class TrainedNetwork:
         for key, value in point.optimizer.items():
             kind, name = key.split(".", 1)
             state.setdefault(name, {})[kind] = value
-        current: Any = by_name.get_optimizer_state_dict(
-            self.model, optimizer
-        )  # of names and groups; moments stay sharded
+        # of names and groups; moments stay sharded
+        current: Any = by_name.get_optimizer_state_dict(self.model, optimizer)
         loaded: Any = {"state": state, "param_groups": current["param_groups"]}
-        some = by_name.StateDictOptions(
-            full_state_dict=True, strict=False
-        )  # a weight without a gradient has no moments
+        # a weight without a gradient has no moments
+        some = by_name.StateDictOptions(full_state_dict=True, strict=False)
         by_name.set_optimizer_state_dict(self.model, optimizer, optim_state_dict=loaded, options=some)
         weights = dict(self.bare.named_parameters(remove_duplicate=False))
         for name in current["state"].keys() - state.keys():
