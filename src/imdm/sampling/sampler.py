@@ -141,14 +141,7 @@ def sample(
     on_progress  called with the number of tokens generated so far; a GPU may be some turns behind
     on_step      called after each network evaluation with what it revealed; nothing is made for it when it is not given
     """
-    check_is("how", how, Sampling, "a Sampling")
-    check_function("on_progress", on_progress)
-    check_function("on_step", on_step)
-    if batch_size is not None:
-        check_whole("batch_size", batch_size)
-    L = tokens.shape[1]
-    if denoiser.length < L:
-        raise UserError(f"the canvas has rows of {L} tokens, the model takes at most {denoiser.length}")
+    _check_call(denoiser, tokens, how, batch_size, on_progress, on_step)
     if denoiser.causal:
         _check_left_to_right(t, trace, on_step, noise_keys)
         return decode_left_to_right(denoiser, tokens, keys, how, batch_size, on_progress)
@@ -157,7 +150,7 @@ def sample(
     # 1. When is each position revealed?
     tokens = process.begun(tokens, keys).clone()
     masked = tokens == process.mask_id
-    planned = plan(process, keys, t, how.steps, L, how.order)
+    planned = plan(process, keys, t, how.steps, tokens.shape[1], how.order)
     evaluations, upcoming = turns(planned, masked, batch_size=batch_size)
     coming: Iterable[Turn] = upcoming
     canvas = Canvas.start(tokens, torch.where(masked, planned.reveal, -1))
@@ -184,6 +177,19 @@ def sample(
     latents = process.latents(keys if noise_keys is None else noise_keys, last)
     story = _trace(process, canvas, how.steps) if trace else None
     return Generation(canvas.tokens, canvas.revealed_at, evaluations, canvas.draws, latents, story)
+
+
+def _check_call(
+    denoiser: Denoiser, tokens: Tensor, how: object, batch_size: object, on_progress: object, on_step: object
+) -> None:
+    """Refuse arguments of `sample` of other kinds, and rows that are too long."""
+    check_is("how", how, Sampling, "a Sampling")
+    check_function("on_progress", on_progress)
+    check_function("on_step", on_step)
+    if batch_size is not None:
+        check_whole("batch_size", batch_size)
+    if denoiser.length < tokens.shape[1]:
+        raise UserError(f"the canvas has rows of {tokens.shape[1]} tokens, the model takes at most {denoiser.length}")
 
 
 def _check_left_to_right(t: object, trace: bool, on_step: object, noise_keys: object) -> None:

@@ -112,8 +112,7 @@ class Trainer:
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
         self.run = self._run_hash(identity, [*network_settings(others)])
         _adapt([(model, config), *((one.module, configs[name]) for name, one in others.items())], seed)
-        self.process = model.process
-        self.order = Order(seed, len(source))
+        self.process, self.order = model.process, Order(seed, len(source))
         self.recorder = self._recorder()
         recorded = self.recorder is not None
         world, half = self.accelerator.num_processes, config.precision == "bf16"
