@@ -113,6 +113,13 @@ def test_a_recipe_chooses_its_sections_and_one_file_adds_another(
     assert report.highlights[0] == ("8", "rows")
 
 
+def test_a_section_that_nobody_registered_does_not_cost_the_page(tmp_path: Path) -> None:
+    report = build_report(text_run(tmp_path / "run", report={"lead": "Mine.", "sections": ["cuont", "quality"]}))
+    assert report.lead.startswith("Mine. There is no section 'cuont'; import what registers it, or take it out of ")
+    assert "Left out" not in report.lead
+    assert report.sections[0].title == "Quality over steps"
+
+
 def test_what_a_page_shows_enters_no_hash_and_is_checked_before_any_work(tmp_path: Path) -> None:
     plain, other = load_recipe("match-cpu"), load_recipe("match-cpu", ["report={sections: [qualities], title: T}"])
     assert plain.digest() == other.digest()

@@ -458,6 +458,7 @@ def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
     own_digest = read_metadata(path, what).get(DIGEST)
     if own_digest is not None and digest_of(tensors) != own_digest:
         raise UserError(f"{what}: {path} is damaged: its contents are not what was written")
+    check_once([path], "digest", lambda: None)  # `check_tensors` need not read it again
     return tensors
 
 

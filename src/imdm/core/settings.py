@@ -8,6 +8,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
+from functools import cache
 from numbers import Integral
 from operator import ge, gt, le, lt
 from typing import Any, ClassVar, Literal, Self, dataclass_transform, get_args, get_origin, get_type_hints
@@ -62,8 +63,15 @@ class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
 
 def _valid_values(cls: type[Settings], values: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Values of the types that the class declares, and in range."""
-    types, limits = get_type_hints(cls), {one.name: one.metadata for one in fields(cls)}  # type: ignore[arg-type]
-    return {name: _valid_value(place + name, value, types[name], limits[name]) for name, value in values.items()}
+    declared = _declared(cls)
+    return {name: _valid_value(place + name, value, *declared[name]) for name, value in values.items()}
+
+
+@cache
+def _declared(cls: type[Settings]) -> dict[str, tuple[Any, Mapping[str, float]]]:
+    """The type and the limits of each setting; reading them takes longer than checking a value."""
+    types = get_type_hints(cls)
+    return {one.name: (types[one.name], one.metadata) for one in fields(cls)}  # type: ignore[arg-type]
 
 
 def _valid_value(name: str, value: Any, kind: Any, limits: Mapping[str, float]) -> Any:

@@ -29,7 +29,11 @@ def build_report(run: Path) -> Report:
     parts = {one: sections[one](results) if one in sections else [] for one in chosen}
     body = [section for each in parts.values() for section in each]
     lead = page.lead or summary
-    missing = [one for one in page.sections or () if not parts[one]]
+    missing = [one for one in page.sections or () if one in sections and not parts[one]]
+    if unknown := [one for one in chosen if one not in sections]:
+        names = ", ".join(map(repr, unknown))
+        lead += f" There is no section {names}; import what registers it, or take it out of report.sections."
+        lead += f" Known: {', '.join(sections)}."
     if missing:
         lead += f" Left out, as what they show was not measured with these settings: {', '.join(missing)}."
     facts = {
